@@ -23,8 +23,8 @@ from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.native.vit.patch_spec import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.plain.spec import PlainSpec
-from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 from encoders.transformers_media.spec import MediaAudio, MediaImages
+from encoders.transformers_media.tower_spec import TowerAudio, TowerImages
 
 if TYPE_CHECKING:
     from encoders.plain.model import PlainEncoder
@@ -186,8 +186,8 @@ FAMILIES: dict[str, Family] = {
     "joined": Family(spec=JoinedSpec, builder="encoders.joined.model:JoinedEncoder"),
     "media_images": Family(spec=MediaImages, builder=MediaImages.builder),
     "media_audio": Family(spec=MediaAudio, builder=MediaAudio.builder),
-    "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),
-    "transformers_audio": Family(spec=TransformersAudioSpec, builder=TransformersAudioSpec.builder),
+    "tower_images": Family(spec=TowerImages, builder=TowerImages.builder),
+    "tower_audio": Family(spec=TowerAudio, builder=TowerAudio.builder),
 }
 """The families of this package, by name. `family_of` also finds those of users."""
 
@@ -218,6 +218,9 @@ def family_of(name: str) -> Family:
         return _by_path(entries[0].value)
     if name in FAMILIES:
         return FAMILIES[name]
+    if name in ("transformers", "transformers_audio"):
+        text = "set pretrained of the module to the directory, and implementation=transformers, instead of encoder.path"
+        raise EncoderError(f"{name!r} is no encoder family any more: {text}")
     families = [*FAMILIES, *_installed()]
     raise EncoderError(
         f"unknown encoder family {name!r}. Name your own by its path, package.module:Spec (docs/your-encoder.md). "

@@ -25,7 +25,7 @@ from encoders.native.vit.patch_spec import PatchSpec  # noqa: E402
 from encoders.native.vit.tower import TowerSpec  # noqa: E402
 from encoders.projectors.spec import ProjectorSpec  # noqa: E402
 from encoders.registry import FAMILIES  # noqa: E402
-from encoders.transformers.spec import FromDirectory  # noqa: E402
+from encoders.transformers_media.tower_spec import AutoTowerSpec  # noqa: E402
 from mimo_train.config.compose import NO_GROUPS  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import LlmSpec  # noqa: E402
@@ -49,7 +49,7 @@ PLACES = {
 SHARED: dict[type, str] = {
     PatchSpec: "vision encoders",
     TowerSpec: "published vision encoders",
-    FromDirectory: "encoders of transformers",
+    AutoTowerSpec: "encoders of transformers",
 }
 """Bases of several encoder families, whose keys the page lists once, with the headings of their tables."""
 

@@ -211,48 +211,68 @@ def hub_state(
     return cast(dict[str, torch.Tensor], revert_weight_conversion(model, state))
 
 
-class Structure:
+class Tensors:
+    """The names of a model's tensors, in memory and in directories.
+
+    Attributes:
+        shapes: shape of each trained parameter, by its name in memory.
+        num_parameters: those of all `shapes` together.
+        float32: names of those that stay in float32 in half precision.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(prod, self.shapes.values()))
+
+    def __init__(self, model: PreTrainedModel):
+        self._prefix, self._state = model.base_model_prefix, model.state_dict()
+        self.float32 = float32_names(model, torch.bfloat16)
+        conversions = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+
+    def stored_names(self, files: Iterable[str]) -> dict[str, str]:
+        """Return {name in memory: name in the directory} of tensors that a directory with the names `files` stores as
+        they are in memory."""
+        stored = {}
+        for file in files:
+            name, converter = self._renamed(file)
+            if converter is None and name in self._state:
+                stored[name] = file
+        return stored
+
+    def _renamed(self, file: str) -> tuple[str, str | None]:
+        return cast(
+            tuple[str, str | None],
+            rename_source_key(file, self._renamings, self._converters, self._prefix, self._state),
+        )
+
+
+class Structure(Tensors):
     """A model of several parts without its weights.
 
     Attributes:
-        shapes: shape of each parameter of the media half, by its name in memory.
-        num_parameters: those of the media half.
-        float32: names of those that stay in float32 in half precision.
+        shapes: those of the media half.
         tied: True if the output layer is the embedding.
     """
 
     def __init__(self, config: PretrainedConfig):
         """Build the model on the meta device."""
         model = skeleton(config)
+        super().__init__(model)
         places = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         language, head = model.get_decoder(), model.get_output_embeddings()
-        self._class, self._prefix = type(model).__name__, model.base_model_prefix
+        self._class = type(model).__name__
         self._table = f"{places[id(language)]}.embed_tokens.weight"
         self._head = f"{places.get(id(head), 'lm_head')}.weight"
         self.tied = head is None or head.weight is language.get_input_embeddings().weight
-        self._state = model.state_dict()
-        self._conversions = get_model_conversion_mapping(model)
-        self.float32 = float32_names(model, torch.bfloat16)
         self.shapes = {name: tuple(value.shape) for name, value in without_language(model).named_parameters()}
-        self.num_parameters = sum(prod(shape) for shape in self.shapes.values())
-
-    def stored_names(self, files: Iterable[str]) -> dict[str, str]:
-        """Return {name in memory: name in the directory} of tensors that a directory with the names `files` stores as
-        they are in memory."""
-        renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
-        stored = {}
-        for file in files:
-            name, converter = rename_source_key(file, renamings, converters, self._prefix, self._state)
-            if converter is None and name in self._state:
-                stored[name] = file
-        return stored
 
     def is_media(self, file: str) -> bool:
         """True if a tensor of the directory belongs to the media half."""
-        renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
-        return rename_source_key(file, renamings, converters, self._prefix, self._state)[0] in self.shapes
+        return self._renamed(file)[0] in self.shapes
 
     def language_names(self, files: Iterable[str]) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return the prefixes (of the language model alone, in a directory with the names `files`) of its tensors and

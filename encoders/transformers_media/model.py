@@ -4,7 +4,7 @@ features of all items one after the other; H width of the language model."""
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,9 +19,6 @@ from encoders.transformers_media.spec import MediaSpec
 
 Item = Mapping[str, Any]
 """What `MediaProcessor.read` returns of an item."""
-
-EXAMPLES = {"image": ((64, 96), (1200, 700)), "audio": ((8000, 16000), (35 * 16000, 16000))}
-"""Sizes of items that together use all parameters that features depend on: in one tile or window, and in several."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Difference of features in a batch and alone, in units of the largest feature."""
@@ -52,14 +49,18 @@ class MediaHalf(torch.nn.Module):
         EncoderError: the model has no features of this kind.
     """
 
+    EXAMPLES: ClassVar[Mapping[str, Sequence[tuple[int, int]]]] = {
+        "image": ((64, 96), (1200, 700)),
+        "audio": ((8000, 16000), (35 * 16000, 16000)),
+    }
+    """Sizes of items that together use all parameters that features depend on: in one tile or window, and in
+    several."""
+
     def __init__(self, spec: MediaSpec):
         super().__init__()
         self.kind, self.deepstack = spec.kind, spec.deepstack
-        self.model = media_half(spec.hf_config())
-        if not getters(self.model, self.kind):
-            raise EncoderError(f"{type(self.model).__name__} has no get_{self.kind}_features")
-        # The outer method may take `*args, **kwargs` alone.
-        self.arguments = {name for get in getters(self.model, self.kind) for name in inspect.signature(get).parameters}
+        self.model = self._built(spec)
+        self.arguments = self._argument_names()
         self.batches = True
         """False if features of an item depend on the others of a batch."""
         self.is_verified = False
@@ -82,6 +83,22 @@ class MediaHalf(torch.nn.Module):
             features |= zip(group, self._features([items[at] for at in group]).split(rows), strict=True)
         return torch.cat([features[at] for at in range(len(items))])
 
+    def _built(self, spec: MediaSpec) -> PreTrainedModel:
+        model = media_half(spec.hf_config())
+        if not getters(model, self.kind):
+            raise EncoderError(f"{type(model).__name__} has no get_{self.kind}_features")
+        return model
+
+    def _argument_names(self) -> set[str]:
+        """Return the names of the processor's tensors that the model takes."""
+        # The outer method may take `*args, **kwargs` alone.
+        return {name for get in getters(self.model, self.kind) for name in inspect.signature(get).parameters}
+
+    def _output(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        output = getters(self.model, self.kind)[0](**inputs, return_dict=True)
+        features_RH = _rows(output.pooler_output)
+        return torch.cat([features_RH, *map(_rows, output.deepstack_features)], 1) if self.deepstack else features_RH
+
     def _features(self, items: Sequence[Item]) -> torch.Tensor:
         """Return the features of items whose tensors agree in all but their first dimension."""
         inputs = {name: _joined([item[name] for item in items]) for name in items[0] if name in self.arguments}
@@ -90,10 +107,7 @@ class MediaHalf(torch.nn.Module):
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
-        output = getters(self.model, self.kind)[0](**inputs, return_dict=True)
-        features_RH = _rows(output.pooler_output)
-        if self.deepstack:
-            features_RH = torch.cat([features_RH, *map(_rows, output.deepstack_features)], dim=1)
+        features_RH = self._output(inputs)
         expected = sum(item["rows"] for item in items)
         if len(features_RH) != expected:
             raise EncoderError(
@@ -135,7 +149,7 @@ class MediaHalf(torch.nn.Module):
     def _reached(self, processor: MediaProcessor) -> Iterator[torch.Tensor]:
         """Yield the parameters that features of the examples depend on, by the graph of a forward pass."""
         self.model.eval()
-        for first, second in EXAMPLES[self.kind]:
+        for first, second in self.EXAMPLES[self.kind]:
             if self.kind == "image":
                 item = processor.read(torch.zeros(3, first, second, dtype=torch.uint8))
             else:

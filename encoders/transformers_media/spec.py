@@ -10,6 +10,7 @@ from encoders.plain.spec import PlainSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from encoders.transformers_media.directory import Tensors
     from encoders.transformers_media.processor import MediaProcessor
 
 
@@ -56,6 +57,12 @@ class MediaSpec(FixedKeys, PlainSpec):
 
         config = hf_config(self.path)
         return config if self.dropout else without_dropout(config)
+
+    def tensors(self) -> "Tensors":
+        """Return the shapes and names of the weights. Raise EncoderError if transformers cannot build the model."""
+        from encoders.transformers_media.directory import structure_of
+
+        return structure_of(self.path)
 
     def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
         return extent0, extent1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from encoders.transformers_media.spec import MediaSpec
+from encoders.transformers_media.tower_spec import AutoTowerSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH
@@ -239,8 +240,10 @@ class ModuleConfig(Section):
     def _implementation_faults(self, name: str) -> Iterator[Fault]:
         place, as_is = f"modules.{name}.implementation", isinstance(self.llm, TransformersLlm)
         if name != LANGUAGE:
-            if self.implementation and (self.implementation == "transformers") != isinstance(self.encoder, MediaSpec):
-                text = f"set modules.{name}.pretrained to a directory of a model of several parts, or remove the key"
+            if self.implementation and (self.implementation == "transformers") != isinstance(
+                self.encoder, MediaSpec | AutoTowerSpec
+            ):
+                text = f"set modules.{name}.pretrained to a directory of transformers, or remove the key"
                 yield Fault(place, f"is {self.implementation!r}, and the encoder is of another kind: {text}")
         elif self.implementation == "transformers" and self.llm is not None and not as_is:
             yield Fault(

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,10 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.text.tokenizer_directory import make_readable_by_version_4, write_tokenizer
 from data.text.tokens import Tokenizer
-from encoders.pretrained import RESAMPLE
-from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import MODEL
-from mimo_train.hf.parts import ENCODER
 from mimo_train.inputs.datasets import placeholders_of
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -160,37 +155,6 @@ def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
     return full_attention | {"rope_scaling": None if plain else {**scaling, "type": kind}}
 
 
-_PREFIXED = ("clip_vision_model", "siglip_vision_model")
-"""Model types whose names need the prefix `vision_model.` in version 4 of `transformers`; version 5 reads both."""
-
-
-@dataclass(frozen=True)
-class PlainModel:
-    """An encoder that is a whole model of `transformers`."""
-
-    begins: str
-    """Prefix of its tensors in the module."""
-    preprocessor: dict[str, Any]
-    """preprocessor_config.json: how training preprocesses media."""
-    rename: Callable[[MegatronModule, dict[str, torch.Tensor], torch.dtype | None], dict[str, torch.Tensor]]
-    """See `documents.Whole.rename`."""
-
-
-def plain_model(name: str, spec: Any) -> PlainModel | None:
-    """Return the export of an encoder that is a whole model of `transformers`; None for others, such as Whisper's
-    encoder.
-    """
-    if isinstance(spec, TransformersSpec):
-        preprocessor = _of_images(spec)
-    elif isinstance(spec, TransformersAudioSpec) and not spec.is_whisper:
-        preprocessor = _of_clips(spec)
-    else:
-        return None
-    begins = f"{ENCODER}{name}.model.model."
-    prefix = "vision_model." if spec.model_config["model_type"] in _PREFIXED else ""
-    return PlainModel(begins, preprocessor, partial(_hub_state, begins, prefix))
-
-
 def hub_names(
     module: MegatronModule, state: dict[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
@@ -198,40 +162,3 @@ def hub_names(
     from encoders.transformers_media.directory import hub_state
 
     return hub_state(module.get_submodule(MODEL.removesuffix(".")), state, dtype)
-
-
-def _hub_state(
-    begins: str, prefix: str, module: MegatronModule, state: dict[str, torch.Tensor], dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
-    """Return an encoder's tensors by their hub names, from those in version 5's memory."""
-    from encoders.transformers_media.directory import hub_state
-
-    state = hub_state(module.get_submodule(begins.removesuffix(".")), state, dtype)
-    return {prefix + name.removeprefix(prefix): value for name, value in state.items()}
-
-
-def _of_images(spec: TransformersSpec) -> dict[str, Any]:
-    side = {"height": spec.image_size, "width": spec.image_size}
-    return {
-        "image_processor_type": f"{'Siglip' if spec.transform.rounded else 'DINOv3ViT'}ImageProcessorFast",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": side,
-        "resample": {ours: theirs for theirs, ours in RESAMPLE.items()}[spec.interpolation],
-        "do_rescale": True,
-        "rescale_factor": spec.pixel_scale,
-        "do_normalize": True,
-        "image_mean": list(spec.pixel_mean),
-        "image_std": list(spec.pixel_std),
-    }
-
-
-def _of_clips(spec: TransformersAudioSpec) -> dict[str, Any]:
-    return {
-        "feature_extractor_type": "Wav2Vec2FeatureExtractor",
-        "feature_size": 1,
-        "sampling_rate": spec.sample_rate,
-        "padding_value": 0.0,
-        "do_normalize": bool(spec.normalize),
-        "return_attention_mask": False,
-    }

@@ -31,7 +31,7 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import MODEL, TEXT_PARTS, TransformersLlm, class_of, transformers_config
 from mimo_train.families.config_json import language_config_json, model_types
 from mimo_train.families.weights import language_map
-from mimo_train.hf.directory import copy_files, hub_names, plain_model, write_json, write_run_tokenizer
+from mimo_train.hf.directory import copy_files, hub_names, write_json, write_run_tokenizer
 from mimo_train.hf.fill import Reader
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
@@ -321,22 +321,11 @@ def _write_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> No
 
 
 def _encoder(name: str, module: ModuleConfig) -> Document:
-    spec = module.encoder
-    plain = plain_model(name, spec)
-    if plain is not None:
-        config = dict(spec.model_config)
-        return Document(
-            name,
-            f"encoder of {name} ({config['model_type']})",
-            config,
-            whole=[Whole(name, plain.begins, plain.rename)],
-            write_files=lambda to: write_json(to / "preprocessor_config.json", plain.preprocessor),
-        )
     try:
         published = published_encoder(module)
     except EncoderError as error:
-        return _in_our_names(name, f"encoder of {name}", name, ENCODER, spec, reason=str(error))
-    weights = FAMILIES[spec.family].weight_map(spec).named(f"{ENCODER}{name}.")
+        return _in_our_names(name, f"encoder of {name}", name, ENCODER, module.encoder, reason=str(error))
+    weights = FAMILIES[module.encoder.family].weight_map(module.encoder).named(f"{ENCODER}{name}.")
     return Document(
         name,
         f"encoder of {name} ({published.config['model_type']})",

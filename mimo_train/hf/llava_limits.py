@@ -6,7 +6,6 @@ from pathlib import Path
 from encoders.errors import EncoderError
 from encoders.pretrained import ACTIVATION_NAMES, Published
 from encoders.registry import FAMILIES
-from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.keys import changed_fields
 from mimo_train.config.llm_spec import LlmSpec
@@ -59,7 +58,7 @@ def why_several(cfg: ConfigContainer) -> str:
 def _why_our_names(cfg: ConfigContainer, reason: str) -> Iterator[str]:
     """Yield why encoders made here are written by our names, unless `said` has the reason."""
     for name, module in cfg.encoders.items():
-        if module.pretrained or isinstance(module.encoder, (TransformersSpec, TransformersAudioSpec)):
+        if module.pretrained:
             continue
         try:
             published_encoder(module)

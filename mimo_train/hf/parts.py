@@ -6,10 +6,11 @@ from pathlib import Path
 from encoders.base import EncoderSpec
 from encoders.registry import FAMILIES
 from encoders.transformers_media.spec import MediaSpec
+from encoders.transformers_media.tower_spec import AutoTowerSpec
 from encoders.weight_map import WeightMap
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import Composite, composite_of
-from mimo_train.config.pretrained.composites.of_transformers import of_transformers
+from mimo_train.config.pretrained.composites.of_transformers import stored_weights
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
 from mimo_train.config.schema import ConfigContainer
@@ -66,10 +67,9 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             )
             parts.append(Part(name, "", weights, written, *place))
             continue
-        if isinstance(module.encoder, MediaSpec):
-            weights = (
-                of_transformers(directory.folder).media_weights(directory.key).named(f"{ENCODER}{name}.model.model.")
-            )
+        if isinstance(module.encoder, MediaSpec | AutoTowerSpec):
+            weights = stored_weights(module.encoder.tensors(), directory.folder, directory.key)
+            weights = weights.named(f"{ENCODER}{name}.model.model.")
             parts.append(Part(name, ENCODER, weights, weights, *place))
             continue
         parts.append(_encoder_part(name, module.encoder, directory))

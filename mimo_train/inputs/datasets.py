@@ -17,9 +17,11 @@ from data.samples.media_spec import Sampling
 from data.storage.url import Place
 from encoders.base import num_tokens, token_grid
 from encoders.transformers_media.spec import MediaSpec
+from encoders.transformers_media.tower_spec import AutoTowerSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import VideoConfig
 from mimo_train.config.schema_mix import source_names
+from mimo_train.config.schema_modules import ModuleConfig
 
 if TYPE_CHECKING:
     from data.pipeline import Media, Samples, ShardDataset, Source, TokenDataset
@@ -56,17 +58,20 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
             canvas=getattr(module.encoder, "canvas", None) if module.encoder.is_tiled else None,
             cut_several=getattr(module.encoder, "cut_several", True),
-            **_by_processor(module.encoder),
+            **_by_processor(module),
         )
         for name, module in cfg.encoders.items()
     ]
 
 
-def _by_processor(encoder: Any) -> dict[str, Any]:
+def _by_processor(module: ModuleConfig) -> dict[str, Any]:
     """Return the fields of `Media` of an encoder whose inputs the model's own processor makes."""
-    if not isinstance(encoder, MediaSpec):
+    if isinstance(module.encoder, AutoTowerSpec):
+        reader = module.encoder.processor()
+        return {"read": reader.read, "identity": f"{reader.identity} {module.projector}"}
+    if not isinstance(module.encoder, MediaSpec):
         return {}
-    processor = encoder.processor()
+    processor = module.encoder.processor()
     return {"ids": processor.ids, "read": processor.read, "identity": processor.identity}
 
 

@@ -5,10 +5,11 @@ from typing import Any
 
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.composites import composite_of
+from mimo_train.config.pretrained.composites import ALONE, ENCODERS, composite_of
 from mimo_train.config.pretrained.composites.of_transformers import OfTransformers, of_transformers
 from mimo_train.config.pretrained.directory import Directory
-from mimo_train.config.transformers_llm import TransformersLlm, Unsupported, saved_config
+from mimo_train.config.transformers_llm import TransformersLlm, Unsupported, is_causal_language_model, saved_config
+from mimo_train.families.registry import is_family
 
 
 def keys_as_is(directory: Directory) -> dict[str, Any]:
@@ -25,7 +26,18 @@ def media_half(name: str, directory: Directory, implementation: str) -> OfTransf
     composite = composite_of(directory)
     if name == LANGUAGE or isinstance(composite, OfTransformers):
         return composite if name != LANGUAGE and isinstance(composite, OfTransformers) else None
-    return of_transformers(directory.folder) if implementation == "transformers" else None
+    as_is = implementation == "transformers" and not is_tower(name, directory, implementation)
+    return of_transformers(directory.folder) if as_is else None
+
+
+def is_tower(name: str, directory: Directory, implementation: str) -> bool:
+    """True if the encoder `name` is the class of transformers that its directory holds, without a language model: by
+    `implementation`, or since no native family reads it."""
+    composite, kind = composite_of(directory), directory.model_type
+    if name == LANGUAGE or composite is not None and kind not in ALONE:
+        return False
+    is_read = kind in (*ENCODERS, *ALONE) or is_family(kind) or is_causal_language_model(kind)
+    return implementation == "transformers" or implementation == "" and not is_read
 
 
 def native_encoder_faults(

@@ -13,7 +13,7 @@ from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
-from mimo_train.config.pretrained.as_is import keys_as_is, media_half, native_encoder_faults
+from mimo_train.config.pretrained.as_is import is_tower, keys_as_is, media_half, native_encoder_faults
 from mimo_train.config.pretrained.composites import COMPOSITES, ENCODERS, Composite, composite_of
 from mimo_train.config.pretrained.composites.of_transformers import PROJECTOR as OF_TRANSFORMERS
 from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
@@ -260,6 +260,10 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
         if media is not None:
             names = {"name": directory.folder.name}
             return {"encoder": media.media_keys(name), "projector": names | PROJECTOR | OF_TRANSFORMERS}
+        if is_tower(name, directory, implementation):
+            from encoders.transformers_media.tower_reader import tower_keys
+
+            return {"encoder": {**tower_keys(str(directory.folder)), "name": directory.name}}
         config = composite.part(directory.config, name) if composite else directory.config
     except EncoderError as error:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error

@@ -114,7 +114,7 @@ def difference(kind: str, folder: Path) -> str:
 
     from encoders.registry import family_of
     from encoders.transformers_media.model import MediaHalf, getters
-    from mimo_train.config.pretrained.composites.of_transformers import of_transformers
+    from mimo_train.config.pretrained.composites.of_transformers import of_transformers, stored_weights
 
     try:
         model = save(kind, folder)
@@ -124,7 +124,7 @@ def difference(kind: str, folder: Path) -> str:
         half, processor = MediaHalf(spec).eval(), spec.processor()
         state = model.state_dict()
         half.model.load_state_dict({name: state[name] for name in half.model.state_dict()})
-        names = {rule.ours for rule in composite.media_weights("pretrained").rules}
+        names = {rule.ours for rule in stored_weights(spec.tensors(), folder, "pretrained").rules}
         if names != dict(half.model.named_parameters()).keys() or not composite.spellings(folder, "pretrained"):
             return "names"
         sizes, items = SIZES[spec.kind], []

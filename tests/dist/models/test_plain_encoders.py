@@ -1,10 +1,10 @@
-"""Runs whose encoder is a plain torch module, a user's own or one of transformers: layouts, recomputation, frozen
-parts, weights of its own at the start, checkpoints."""
+"""Runs whose encoder is a torch module, a user's own or one of transformers: layouts, recomputation, frozen parts,
+weights at the start, checkpoints, exports."""
 
-import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from mimo_train.checkpoint import folders
 from mimo_train.logging.sinks.jsonl import read_metrics
@@ -20,7 +20,7 @@ defaults:
   - optim@optim: adamw
   - layout: one_process
   - _self_
-modules: {{images: {{encoder: {encoder}}}}}
+{modules}
 run: {{seed: 1234}}
 train: {{global_batch_size: 16, micro_batch_size: 4, iters: 4}}
 """
@@ -31,8 +31,14 @@ DP2 = "layout=images_dp2_language_dp2"
 def plain(folder: Path, demo: Path, encoder: str, *overrides: str):
     """A tiny run in `folder` with these keys of its encoder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.yaml").write_text(RUN.format(encoder=encoder))
+    modules = f"modules: {{images: {{encoder: {encoder}}}}}" if encoder else ""
+    (folder / "run.yaml").write_text(RUN.format(modules=modules))
     return config(str(folder / "run.yaml"), folder, demo, *overrides)
+
+
+def of_directory(folder: Path, demo: Path, *overrides: str):
+    """A tiny run in `folder` whose encoder is in a directory."""
+    return plain(folder, demo, "", *overrides)
 
 
 def make_dinov2(folder: Path) -> None:
@@ -45,7 +51,8 @@ def make_dinov2(folder: Path) -> None:
     model = Dinov2Model(Dinov2Config(**sizes, image_size=48, patch_size=16))
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(
-        '{"do_resize": true, "size": {"height": 48, "width": 48}, "resample": 3, "rescale_factor": 0.00392156862745098,'
+        '{"image_processor_type": "BitImageProcessor", "do_center_crop": false, "do_resize": true,'
+        ' "size": {"height": 48, "width": 48}, "resample": 3, "rescale_factor": 0.00392156862745098,'
         ' "image_mean": [0.05, 0.05, 0.05], "image_std": [0.25, 0.25, 0.25]}'
     )
 
@@ -68,44 +75,39 @@ def test_an_own_encoder_has_the_numbers_of_one_process_recomputed_and_resumed_at
     assert loss < BOUNDS.loss and norm < BOUNDS.norm
 
 
-def test_a_model_of_transformers_starts_with_its_weights_and_goes_on_without_its_directory(digits, tmp_path):
+def test_a_model_of_transformers_trains_at_dp2_and_comes_back(digits, tmp_path):
     path = tmp_path / "dinov2"
     run_ranks(make_dinov2, 1, path)
-    keys = f"{{family: transformers, path: {path}}}"
+    keys = (f"modules.images.pretrained={path}", "modules.images.implementation=transformers", "optim.decay=constant")
     stop = ("checkpoint.save_interval=2", "train.iters=2")
-    flat = "optim.decay=constant"
-    (begins,) = run_ranks(first_weight, 1, plain(tmp_path / "one", digits, keys, flat))
-    one = read_metrics(tmp_path / "one" / "metrics.jsonl")
-    two = train_on_ranks(plain(tmp_path / "two", digits, keys, flat, DP2, *stop))
-    from safetensors.torch import load_file
-
-    name = "embeddings.patch_embeddings.projection.weight"
-    assert begins == load_file(path / "model.safetensors")[name].flatten()[:4].tolist()
-    frozen = plain(tmp_path / "frozen", digits, keys, flat, "modules.images.freeze=[encoder]", DP2)
-    frozen_one = plain(tmp_path / "frozen_one", digits, keys, flat, "modules.images.freeze=[encoder]")
-    assert max(largest_difference(*(curve(train_on_ranks(cfg)) for cfg in (frozen_one, frozen)))) < BOUNDS.norm
+    (begins,) = run_ranks(first_weight, 1, of_directory(tmp_path / "one", digits, *keys))
+    one = curve(read_metrics(tmp_path / "one" / "metrics.jsonl"))
+    two = curve(train_on_ranks(of_directory(tmp_path / "two", digits, *keys, DP2, *stop)))
     came = load_file(path / "model.safetensors")
-    shutil.rmtree(path)
-    # Frozen, it leaves as the directory that it was, which transformers reads.
-    ((code, said),) = run_ranks(command, 1, ["export", str(tmp_path / "frozen_one"), "--to", str(tmp_path / "out")])
-    assert code == 0 and f"encoder of images (dinov2): {tmp_path}/out/images" in said, said
+    assert begins == came["embeddings.patch_embeddings.projection.weight"].flatten()[:4].tolist()
+    frozen = of_directory(tmp_path / "frozen", digits, *keys, "modules.images.freeze=[encoder]", DP2)
+    frozen_one = of_directory(tmp_path / "frozen_one", digits, *keys, "modules.images.freeze=[encoder]")
+    assert max(largest_difference(*(curve(train_on_ranks(cfg)) for cfg in (frozen_one, frozen)))) < BOUNDS.norm
+    # Frozen, it is written as the directory that it was.
+    ((code, text),) = run_ranks(command, 1, ["export", str(tmp_path / "frozen_one"), "--to", str(tmp_path / "out")])
+    assert code == 0 and f"images (dinov2): {tmp_path}/out/images" in text, text
     went = load_file(tmp_path / "out" / "images" / "model.safetensors")
     assert came.keys() == went.keys() and all(value.equal(went[name]) for name, value in came.items())
     assert run_ranks(_read_again, 1, tmp_path / "out" / "images") == [("Dinov2Model", [], 48, 3)]
     kept = tmp_path / "two" / "config.yaml"
     resume = (f"run.dir={tmp_path / 'rest'}", f"checkpoint.resume={folders.newest(tmp_path / 'two')}", "train.iters=4")
-    rest = train_on_ranks(config(str(kept), tmp_path / "rest", digits, flat, *resume))
-    loss, norm = largest_difference(curve(one), curve(two) + curve(rest))
+    rest = curve(train_on_ranks(config(str(kept), tmp_path / "rest", digits, "optim.decay=constant", *resume)))
+    loss, norm = largest_difference(one, two + rest)
     assert loss < BOUNDS.loss and norm < BOUNDS.norm
 
 
 def _read_again(folder: Path) -> tuple[str, list[str], int, int]:
-    """Class, missing and unexpected weights, side of images, and how they are resized."""
+    """Return class, missing and unexpected weights, side of images, and how they are resized."""
     from transformers import AutoImageProcessor, AutoModel
 
-    model, found = AutoModel.from_pretrained(folder, output_loading_info=True)
+    model, info = AutoModel.from_pretrained(folder, output_loading_info=True)
     images = AutoImageProcessor.from_pretrained(folder)
-    wrong = [*found["missing_keys"], *found["unexpected_keys"]]
+    wrong = [*info["missing_keys"], *info["unexpected_keys"]]
     return type(model).__name__, wrong, images.size["height"], int(images.resample)
 
 

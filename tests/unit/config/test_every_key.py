@@ -16,6 +16,7 @@ from encoders.key_rules import RULES, rules_of
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
 from encoders.transformers_media.spec import MediaSpec
+from encoders.transformers_media.tower_spec import AutoTowerSpec
 from mimo_train.config import compose
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
@@ -42,8 +43,8 @@ def sections(cls: type) -> Iterator[type]:
 
 
 ALL = {*sections(ConfigContainer), *sections(ModuleConfig), *sections(ProjectorSpec), LlmSpec}
-# Keys of a media half come from its directory (tests/dist/models/test_media_half.py).
-ALL |= {family.spec for family in FAMILIES.values() if not issubclass(family.spec, MediaSpec)}
+# Keys of media halves and of encoders of transformers come from their directories.
+ALL |= {family.spec for family in FAMILIES.values() if not issubclass(family.spec, MediaSpec | AutoTowerSpec)}
 
 
 @pytest.mark.parametrize("cls", sorted(ALL, key=lambda cls: cls.__name__))
@@ -127,48 +128,7 @@ SOURCES = {
 }
 SOURCES |= {"mix_schedule": [{"after_step": 5, "weights": {"a": 2.0}}], "validation": {"b": {"shards": "c"}}}
 OF_FOLDERS: dict[str, dict[str, dict[str, Any]]] = {
-    "vlm_digits": {
-        "images": {
-            "encoder": {
-                "family": "transformers",
-                "weights": "random",
-                "hidden_state": -2,
-                "pixel_scale": 1 / 255,
-                "pixel_mean": [0.5, 0.5, 0.5],
-                "pixel_std": [0.5, 0.5, 0.5],
-                "model_config": {
-                    "model_type": "dinov2_with_registers",
-                    "hidden_size": 32,
-                    "num_hidden_layers": 2,
-                    "intermediate_size": 64,
-                    "mlp_ratio": 2,
-                    "image_size": 28,
-                    "patch_size": 14,
-                    "num_register_tokens": 4,
-                    "hidden_dropout_prob": 0.0,
-                },
-            },
-            "projector": {"kind": "mlp"},
-        }
-    },
     "mixed_tiny": {
-        "audio": {
-            "encoder": {
-                "family": "transformers_audio",
-                "weights": "random",
-                "sample_rate": 16000,
-                "max_seconds": 2.0,
-                "normalize": True,
-                "model_config": {
-                    "model_type": "wav2vec2",
-                    "num_hidden_layers": 2,
-                    "hidden_size": 32,
-                    "conv_kernel": [10, 8],
-                    "conv_stride": [10, 16],
-                    "conv_dim": [16, 16],
-                },
-            },
-        },
         "images": {
             "encoder": {
                 "family": "qwen3_vit",

@@ -15,6 +15,9 @@ from mimo_train.config.pretrained.directory import Directory
 ENCODERS = {kind for family in FAMILIES.values() for kind in family.readers}
 """Model types of single encoders."""
 
+ALONE = ("clip", "siglip")
+"""Model types with an image encoder and a text encoder, which is not read."""
+
 COMPOSITES: dict[str, Composite] = {
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
@@ -24,9 +27,7 @@ COMPOSITES: dict[str, Composite] = {
     "qwen3_vl_moe": QWEN3_VL_MOE,
     "qwen2_audio": QWEN2_AUDIO,
     "gemma3": GEMMA3,
-    # Only their encoder is read.
-    "clip": Composite("vision_config", encoder_loaded="vision_model."),
-    "siglip": Composite("vision_config", encoder_loaded="vision_model."),
+    **dict.fromkeys(ALONE, Composite("vision_config", encoder_loaded="vision_model.")),
 }
 """By `model_type` of config.json."""
 

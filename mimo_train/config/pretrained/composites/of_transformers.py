@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.text_format import listed
 from encoders.errors import EncoderError
@@ -13,6 +13,9 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.hub import tensors_of
+
+if TYPE_CHECKING:
+    from encoders.transformers_media.directory import Tensors
 
 PROJECTOR = {"kind": "none", "merge": 1}
 """The media half has its own projector."""
@@ -107,22 +110,6 @@ class OfTransformers(Composite):
         expected = positions(hf_config(self.folder), ids, kinds, patches)
         return np.array_equal(axis_positions(np.array(ids), {processor.pad: places}), expected.numpy())
 
-    def media_weights(self, key: str) -> WeightMap:
-        """Return the weights of the media half, each as it is in the directory, which `key` names in errors. Raise
-        UserError if it lacks any."""
-        from encoders.transformers_media.directory import structure_of
-
-        structure = structure_of(self.folder)
-        stored = structure.stored_names(tensors_of(Path(self.folder), key))
-        missing = [name for name in structure.shapes if name not in stored]
-        if missing:
-            text = f"{self.folder} has no tensor for {listed(missing, SHOWN)}, or other forms of them"
-            raise UserError(f"{key}: {text}: load and save it with transformers 5")
-        shapes, float32 = structure.shapes.items(), structure.float32
-        return WeightMap(
-            tuple(Rule(name, (Rows(stored[name], shape[0]),), fp32=name in float32) for name, shape in shapes)
-        )
-
     @property
     def kinds(self) -> list[str]:
         """Kinds of media that the model reads: image, audio."""
@@ -153,3 +140,15 @@ def of_transformers(folder: Path) -> OfTransformers:
     from encoders.transformers_media.directory import hf_config, text_key
 
     return OfTransformers("", text_key(hf_config(str(folder))), folder=str(folder))
+
+
+def stored_weights(tensors: "Tensors", folder: Path, key: str) -> WeightMap:
+    """Return the weights of a class of transformers, each as it is in a directory, which `key` names in errors. Raise
+    UserError if the directory lacks any."""
+    stored = tensors.stored_names(tensors_of(folder, key))
+    missing = [name for name in tensors.shapes if name not in stored]
+    if missing:
+        text = f"{folder} has no tensor for {listed(missing, SHOWN)}, or other forms of them"
+        raise UserError(f"{key}: {text}: load and save it with transformers 5")
+    shapes, float32 = tensors.shapes.items(), tensors.float32
+    return WeightMap(tuple(Rule(name, (Rows(stored[name], shape[0]),), fp32=name in float32) for name, shape in shapes))

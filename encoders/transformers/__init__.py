@@ -1,1 +1,0 @@
-"""Unmodified vision and audio models of the library `transformers`: data parallel only. See docs/your-encoder.md."""
