@@ -19,11 +19,9 @@ class LatentHeads(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return "latent attention"
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         heads = config["num_attention_heads"]
         if config["num_key_value_heads"] not in (None, heads):
             yield fault("num_key_value_heads", config["num_key_value_heads"], f"latent attention has all {heads} heads")
@@ -32,7 +30,6 @@ class LatentHeads(Spelling):
                 yield fault(name, config[name], "a whole number is needed")
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         sizes = {name: config[name] or 0 for name in _LATENT}
         scaling, width = keys["rope_scaling"], sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
         temperature = 1.0
@@ -42,7 +39,6 @@ class LatentHeads(Spelling):
         return {**sizes, "num_query_groups": 0, "head_size": 0, "attention_scale_size": scale_size}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         sizes = {name: getattr(spec, name) for name in _LATENT}
         # In transformers `head_dim` is the number of channels that rotate.
         return sizes | {"q_lora_rank": spec.q_lora_rank or None, "head_dim": spec.qk_rope_head_dim, **_LATENT_NEVER}

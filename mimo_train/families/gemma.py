@@ -16,11 +16,9 @@ class Scores(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return "caps of scores and logits"
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         return {
             "attention_scale_size": float(config["query_pre_attn_scalar"]),
             "attention_softcap": float(config.get("attn_logit_softcapping") or 0),
@@ -28,7 +26,6 @@ class Scores(Spelling):
         }
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         size = spec.attention_scale_size or spec.head_width
         return {
             # transformers expects an integer where it is one.

@@ -17,15 +17,12 @@ class HeadNorms(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return "`use_qk_norm`"
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         return {"qk_norm": bool(config["use_qk_norm"])}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         return {"use_qk_norm": spec.qk_norm}
 
 

@@ -24,11 +24,9 @@ class ClampedGate(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return "`swiglu_limit`, weights in MXFP4 (read as bf16)"
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         limit = config["swiglu_limit"]
         if type(limit) not in (int, float) or limit <= 0:
             yield fault("swiglu_limit", limit, "a number above 0 is needed")
@@ -37,11 +35,9 @@ class ClampedGate(Spelling):
             yield fault("quant_method", method, "of quantised weights, those in mxfp4 can be read")
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         return {"activation_clamp": float(config["swiglu_limit"])}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         return {"swiglu_limit": spec.activation_clamp, "hidden_act": "silu", "attention_bias": True}
 
 

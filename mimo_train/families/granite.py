@@ -23,23 +23,19 @@ class Multipliers(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return "multipliers of embeddings, scores, branches and logits"
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         for name in (*_PLAIN, _SCORES):
             if type(config[name]) not in (int, float) or config[name] <= 0:
                 yield fault(name, config[name], "a number above 0 is needed")
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         # To 12 digits, with which the square root of its inverse is the multiplier again.
         scale = float(f"{config[_SCORES] ** -2:.12g}")
         return {"attention_scale_size": scale} | {ours: float(config[name]) for name, ours in _PLAIN.items()}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         scale = (spec.attention_scale_size or spec.head_width) ** -0.5
         return {_SCORES: scale} | {name: getattr(spec, ours) for name, ours in _PLAIN.items()}
 

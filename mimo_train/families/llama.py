@@ -102,7 +102,6 @@ class Dropout(Spelling):
     supports = ("attention_dropout",)
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         both = config["attention_dropout"], config["residual_dropout"]
         if both[0] != both[1]:
             yield fault(
@@ -110,11 +109,9 @@ class Dropout(Spelling):
             )
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         return {"dropout": float(config["residual_dropout"])}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         return dict.fromkeys(("attention_dropout", "residual_dropout"), spec.dropout)
 
 

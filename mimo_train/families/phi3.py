@@ -15,7 +15,6 @@ class UnscaledRope(Rope):
     """Rotary positions whose class reads every scaling but `longrope` as `longrope`, which cannot be built here."""
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind != "default":

@@ -25,24 +25,20 @@ class DeltaLayers(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return "Gated DeltaNet by `layer_types` or `full_attention_interval`"
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
         if kinds is not None and (len(kinds) != layers or set(kinds) - {FULL, LINEAR}):
             yield fault("layer_types", kinds, f"one of {FULL} and {LINEAR} for each of {layers} layers can be built")
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         kinds, every = config.get("layer_types"), config["full_attention_interval"]
         layers = range(config["num_hidden_layers"])
         linear = [n for n in layers if (kinds[n] == LINEAR if kinds is not None else (n + 1) % every)]
         return {"linear_attention_layers": linear, **{name: config[name] for name in _SIZES}}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         kinds = [LINEAR if layer in spec.linear_attention_layers else FULL for layer in range(spec.num_layers)]
         return {"layer_types": kinds, **{name: getattr(spec, name) for name in _SIZES}}
 

@@ -44,12 +44,10 @@ class Rope(Spelling):
 
     @property
     def supports(self) -> tuple[str, ...]:
-        """See `Spelling`."""
         return () if self.partial is None else (_PARTIAL,)
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         features = ["positions in time, row and column"] if self.axes is not None else []
         return ", ".join([*features, *(f"`{name}`" for name in self.supports)])
 
@@ -75,7 +73,6 @@ class Rope(Spelling):
         }
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         scaling = _written_scaling(spec.rope_scaling)
         partial = dict.fromkeys(self.supports, spec.partial_rotary_factor)
         rope = {"rope_type": "default", **scaling, "rope_theta": spec.rope_base, **partial}
@@ -92,7 +89,6 @@ class TwoRopes(Rope):
     """Default base period of layers with a window."""
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Rope`."""
         of_layers, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
         local = of_layers.get(SLIDING) or {}
         base = _one_value(local, "rope_theta", config, "rope_local_base_freq", self.local_theta)
@@ -102,7 +98,6 @@ class TwoRopes(Rope):
         return super().read(everywhere, keys) | {"local_rope_base": float(base) if keys["window"] else 0.0}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         keys = super().write(spec)
         base = spec.local_rope_base or (self.local_theta if keys["rope_scaling"] else spec.rope_base)
         local = {"rope_type": "default", "rope_theta": base}

@@ -48,11 +48,9 @@ class SigmoidExperts(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return f"experts (`{self.number}`) behind a sigmoid router with biases, shared experts"
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         for name in (self.number, self.shared, "num_experts_per_tok", "moe_intermediate_size"):
             if type(config[name]) is not int or config[name] < 1:
                 yield fault(name, config[name], "a whole number of at least 1 is needed")
@@ -72,7 +70,6 @@ class SigmoidExperts(Spelling):
             yield fault("mlp_layer_types", kinds, f"{DENSE} or {SPARSE} for each of {layers} layers is needed")
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         groups, width = self._groups(config), config["moe_intermediate_size"]
         return {
             "num_experts": config[self.number],
@@ -89,7 +86,6 @@ class SigmoidExperts(Spelling):
         }
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         keys: Keys = {
             self.number: spec.num_experts,
             self.shared: spec.shared_expert_ffn_hidden_size // spec.expert_width,

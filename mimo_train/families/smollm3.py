@@ -24,11 +24,9 @@ class LayersWithoutRope(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return "`no_rope_layers`"
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         flags, layers = config["no_rope_layers"], config["num_hidden_layers"]
         interval = config["no_rope_layer_interval"]
         if flags is None and (type(interval) is not int or interval < 1):
@@ -37,11 +35,9 @@ class LayersWithoutRope(Spelling):
             yield fault("no_rope_layers", flags, f"a number for each of {layers} layers is needed")
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         return {"no_rope_layers": [n for n in range(config["num_hidden_layers"]) if _without_rope(config, n)]}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         return {"no_rope_layers": [int(n not in spec.no_rope_layers) for n in range(spec.num_layers)]}
 
 

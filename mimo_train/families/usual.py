@@ -36,18 +36,15 @@ class Biases(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return ", ".join(dict.fromkeys(f"`{name}`" for name in (self.qkv, self.proj, self.mlp) if name))
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         qkv, proj, mlp = (bool(name and config.get(name)) for name in (self.qkv, self.proj, self.mlp))
         if mlp and not (qkv and proj):
             raise rejected(self.mlp, True, "the model here has it with attention_bias only")
         return {"bias": mlp, "qkv_bias": qkv and not mlp, "proj_bias": proj and not mlp}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         values = {self.mlp: spec.bias, self.proj: spec.bias or spec.proj_bias, self.qkv: spec.bias or spec.qkv_bias}
         return {name: value for name, value in values.items() if name}
 
@@ -65,11 +62,9 @@ class SoftmaxExperts(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return f"experts (`{self.number}`)"
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         own = {
             "num_experts": config[self.number],
             "experts_per_token": config["num_experts_per_tok"],
@@ -80,7 +75,6 @@ class SoftmaxExperts(Spelling):
         return _with_gradient(own, "num_experts_per_tok", config)
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         return {
             self.number: spec.num_experts,
             "num_experts_per_tok": spec.experts_per_token,
@@ -98,7 +92,6 @@ class QwenExperts(SoftmaxExperts):
     """Key of the width of a shared expert with a gate; empty: none."""
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         dense, step = set(config["mlp_only_layers"] or ()), config["decoder_sparse_step"]
         own = {
             "num_experts": config[self.number],
@@ -112,7 +105,6 @@ class QwenExperts(SoftmaxExperts):
         return _with_gradient(own, "norm_topk_prob", config)
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         return {
             self.number: spec.num_experts,
             "num_experts": spec.num_experts,

@@ -49,7 +49,6 @@ class Windows(Spelling):
         return words + (", if `use_sliding_window`" if self.switched else "")
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
         if kinds is None:
             return
@@ -65,7 +64,6 @@ class Windows(Spelling):
                 yield fault("layer_types", kinds, f"this family does not read it, and has {wanted} in all layers")
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         windowed, layers = self._windowed(config), range(config["num_hidden_layers"])
         if not windowed:
             return {"window": 0, "full_attention_layers": []}
@@ -75,7 +73,6 @@ class Windows(Spelling):
         }
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         if self.default is None:
             return {}
         kinds = [SLIDING if spec.window_of(layer) else FULL for layer in range(spec.num_layers)]

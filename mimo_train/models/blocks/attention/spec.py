@@ -147,13 +147,11 @@ class Attention(Block):
         return self.width * ((1 + self.output_gate) * self.heads + 2 * self.key_heads)
 
     def parameters(self) -> tuple[int, int]:
-        """See `Block`."""
         split = self.hidden * (self.qkv_width + self.query_width) + (self.qkv_width if self.qkv_bias else 0)
         split += self.heads if self.sinks else 0
         return split, (self.hidden if self.proj_bias else 0) + 2 * self.width * self.head_norm_vectors
 
     def matrices(self, tp: int, ep: int, etp: int) -> int:
-        """See `Block`."""
         return self.hidden * ((self.qkv_width + self.query_width) // tp)
 
     def matmuls(self, layer: str, tokens: float, pairs: float | None = None) -> Iterator[Matmul]:
@@ -166,7 +164,6 @@ class Attention(Block):
         yield Matmul(f"{attention}.linear_proj.weight", 2 * tokens * self.query_width * self.hidden, in_layer=True)
 
     def linears(self, layer: str, number: int) -> Iterator[Linear]:
-        """See `Block`."""
         queries = (1 + self.output_gate) * self.heads // self.key_heads * self.width
         qkv = (("q_proj", queries), ("k_proj", self.width), ("v_proj", self.width))
         attention, output = f"{layer}.self_attention", (("o_proj", self.hidden),)
@@ -203,7 +200,6 @@ class Attention(Block):
         return samples * self.heads // tp * sequence * sequence // cp * 8 if self.softcap else 0
 
     def widths(self) -> dict[str, Width]:
-        """See `Block`."""
         return {"queries": (self.query_width, "tp"), "queries, keys and values": (self.qkv_width, "tp")}
 
     def needs_torch(self, cp: int) -> str:

@@ -102,7 +102,6 @@ class Delta(Block):
         return self.matrices(1, 1, 1) + sum(self.conv_sections) * self.kernel + 2 * self.value_heads, self.value_size
 
     def matrices(self, tp: int, ep: int, etp: int) -> int:
-        """See `Block`."""
         return self.hidden * ((sum(self.sections) + self.values) // tp)
 
     def matmuls(self, layer: str, tokens: float, pairs: float | None = None) -> Iterator[Matmul]:
@@ -139,7 +138,6 @@ class Delta(Block):
         return numbers * share.size + 4 * states, 0
 
     def widths(self) -> dict[str, Width]:
-        """See `Block`."""
         return {"linear_attention values": (self.values, "tp"), "linear_attention inputs": (sum(self.sections), "tp")}
 
     def layout_faults(self, layout: Any, key: str) -> Iterator[Fault]:

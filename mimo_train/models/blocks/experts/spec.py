@@ -206,15 +206,12 @@ class Experts(Block):
         return rows * (3 * self.hidden + 2 * (self.expert.width // share.etp)) * share.size
 
     def widths(self) -> dict[str, Width]:
-        """See `Block`."""
         return {self.width_key: (self.expert.width, "etp"), "shared_expert_ffn_hidden_size": (self.shared.width, "tp")}
 
     def needs_torch(self, cp: int) -> str:
-        """See `Block`."""
         return "llm.bias with experts requires torch's layers" if self.expert.bias else ""
 
     def layout_faults(self, layout: Any, key: str) -> Iterator[Fault]:
-        """See `Block`."""
         yield from tp_faults(layout.tp, key, shared_expert_ffn_hidden_size=self.shared.width)
         if self.expert.bias and layout.etp > 1:
             yield Fault(

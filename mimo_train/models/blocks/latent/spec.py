@@ -129,15 +129,12 @@ class Latent(Block):
         return numbers * share.size, share.local_tokens * latents * share.size
 
     def widths(self) -> dict[str, Width]:
-        """See `Block`."""
         return {}
 
     def needs_torch(self, cp: int) -> str:
-        """See `Block`."""
         return f"llm.kv_lora_rank {self.kv_rank} requires torch's attention"
 
     def layout_faults(self, layout: Any, key: str) -> Iterator[Fault]:
-        """See `Block`."""
         yield from tp_faults(layout.tp, key, num_attention_heads=self.heads)
 
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:

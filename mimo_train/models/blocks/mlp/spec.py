@@ -62,16 +62,13 @@ class Mlp(Block):
         return (2 if self.gated else 1) * self.width
 
     def parameters(self) -> tuple[int, int]:
-        """See `Block`."""
         split, replicated = (self.up, self.hidden) if self.bias else (0, 0)
         return self.matrices(1, 1, 1) + split, replicated
 
     def matrices(self, tp: int, ep: int, etp: int) -> int:
-        """See `Block`."""
         return self.hidden * ((3 if self.gated else 2) * self.width // tp)
 
     def matmuls(self, layer: str, tokens: float, pairs: float | None = None) -> Iterator[Matmul]:
-        """See `Block`."""
         yield from self.two_matmuls(f"{layer}.mlp", tokens)
 
     def two_matmuls(self, prefix: str, rows: float) -> Iterator[Matmul]:
@@ -80,7 +77,6 @@ class Mlp(Block):
         yield Matmul(f"{prefix}.linear_fc2.weight", 2 * rows * self.width * self.hidden, in_layer=True)
 
     def linears(self, layer: str, number: int) -> Iterator[Linear]:
-        """See `Block`."""
         up = (("gate_proj", self.width), ("up_proj", self.width)) if self.gated else (("up_proj", self.width),)
         down = (("down_proj", self.hidden),)
         yield Linear(f"{layer}.mlp.linear_fc1", self.hidden, up, layer=number)
@@ -102,11 +98,9 @@ class Mlp(Block):
         return max(function, self.up // share.tp * self.hidden * share.size - freed * share.size)
 
     def widths(self) -> dict[str, Width]:
-        """See `Block`."""
         return {"ffn_hidden_size": (self.width, "tp")}
 
     def layout_faults(self, layout: Any, key: str) -> Iterator[Fault]:
-        """See `Block`."""
         yield from tp_faults(layout.tp, key, ffn_hidden_size=self.width)
 
     def rules(self, ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Rule]:
