@@ -70,7 +70,8 @@ def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, num
 
 
 def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[str, torch.Tensor]:
-    """Return input_ids, labels, position_ids: int64 [B, S] (M-RoPE positions: [3, B, S]); loss_mask: float32 [B, S].
+    """Return input_ids, labels, position_ids: int64 [B, S] (M-RoPE positions: [3, B, S]); loss_mask: float32 [B, S];
+    `blocks`: int64 [B, S], if any sample has them.
 
     Args:
         length: S, at least that of the longest sample; None: the samples' full size.
@@ -79,7 +80,11 @@ def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[st
     input_ids = torch.from_numpy(np.stack([sample.input_ids[:length] for sample in samples]))
     on_axes = [sample.positions[:, :length] for sample in samples if sample.positions is not None]
     assert len(on_axes) in (0, len(samples)), "one tokenizer and model for all samples"
+    blocks = {}
+    if any(sample.blocks is not None for sample in samples):
+        blocks["blocks"] = torch.from_numpy(np.stack([_blocks(sample)[:length] for sample in samples]))
     return {
+        **blocks,
         "input_ids": input_ids,
         "labels": torch.from_numpy(np.stack([sample.labels[:length] for sample in samples])),
         "loss_mask": torch.from_numpy(np.stack([sample.loss_mask[:length] for sample in samples])),
@@ -96,13 +101,15 @@ def collate_packed(
 
     input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions restart in each document; M-RoPE
     positions are [3, 1, T]. documents: their ends; padding is one more, at position 0. A document's last target is
-    padding without loss, so that no document is learned from the one before. A shorter stand-in is padded.
+    padding without loss, so that no document is learned from the one before. A shorter stand-in is padded. blocks:
+    int64 [1, T], if any sample has them; their numbers restart in each sample.
     """
     on_axes = [sample.positions for sample in samples if sample.positions is not None]
     assert len(on_axes) in (0, len(samples)), "one tokenizer and model for all samples"
     axes = len(on_axes[0]) if on_axes else 1
     input_ids, labels = (np.full(row_length, pad_id, dtype=np.int64) for _ in range(2))
     loss_mask, positions = np.zeros(row_length, dtype=np.float32), np.zeros((axes, row_length), dtype=np.int64)
+    blocks = np.full(row_length, -1, dtype=np.int64)
     ends, end = list[int](), 0
     for sample, length in zip(samples, lengths, strict=True):
         assert sample.length <= length, (sample.number, sample.length, length)
@@ -110,6 +117,7 @@ def collate_packed(
         input_ids[begin:end] = sample.input_ids[:length]
         labels[begin:end] = sample.labels[:length]
         loss_mask[begin:end] = sample.loss_mask[:length]
+        blocks[begin:end] = _blocks(sample)[:length]
         of_sample = sample.documents or (length,)
         starts = np.repeat([0, *of_sample[:-1]], np.diff(of_sample, prepend=0))
         on_one = np.arange(length) - starts
@@ -117,12 +125,17 @@ def collate_packed(
         ends += [begin + end_in_sample for end_in_sample in of_sample]
     assert end <= row_length, (end, row_length)
     return {
+        **({"blocks": torch.from_numpy(blocks)[None]} if (blocks >= 0).any() else {}),
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": torch.from_numpy(labels)[None],
         "loss_mask": torch.from_numpy(loss_mask)[None],
         "position_ids": torch.from_numpy(positions)[:, None] if on_axes else torch.from_numpy(positions),
         "documents": (*ends, *([row_length] if end < row_length else [])),
     }
+
+
+def _blocks(sample: TextSample) -> np.ndarray:
+    return np.full(len(sample.input_ids), -1, dtype=np.int64) if sample.blocks is None else sample.blocks
 
 
 def collate_media(items: Sequence[MediaInput | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:

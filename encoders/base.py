@@ -70,6 +70,9 @@ class EncoderSpec(ABC):
     """The way images are resized; `tiles`: they are cut into tiles (`encoders.native.vit.tiles`)."""
     rotary_positions = False
     """True if queries and keys are rotated by position."""
+    bidirectional = ""
+    """Tokens of the language model that see each other: `items`: those of one item; `prefix`: all before the first
+    answer. Empty: none, attention is causal."""
     deepstack: Sequence[int] = ()
     """Layers whose states the first layers of the language model get too (DeepStack)."""
 

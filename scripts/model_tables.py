@@ -153,17 +153,8 @@ def _composites() -> Iterator[str]:
         if composite.projector is not None and not composite.language:
             language_part = "`config.json` itself"
         projector = "yes" if composite.projector is not None else "—"
-        encoder = "—" if composite.no_encoder else f"`{composite.encoder}`"
-        yield f"| `{kind}` | {encoder} | {language_part} | {projector} |"
+        yield f"| `{kind}` | `{composite.encoder}` | {language_part} | {projector} |"
     yield ""
-    unsupported = {
-        f"`{composite.encoder}` of `{kind}`": composite.no_encoder
-        for kind, composite in COMPOSITES.items()
-        if composite.no_encoder
-    }
-    if unsupported:
-        yield from ["| unsupported | why |", "|---|---|"]
-        yield from [*(f"| {what} | it {why} |" for what, why in unsupported.items()), ""]
 
 
 def shown(value: Any) -> str:

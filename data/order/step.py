@@ -121,6 +121,8 @@ class TextSample:
     """True if line breaks next to markers were removed; set only for inspection."""
     documents: tuple[int, ...] | None = None
     """Ends of its documents, which bound attention; None: one document."""
+    blocks: np.ndarray | None = None
+    """Tokens with one number see each other, -1: only earlier ones; int64 [S]. None: all of them -1."""
 
     def without_loss(self) -> TextSample:
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))
@@ -149,7 +151,8 @@ class StepBatch:
         microbatches: one dict each, with `sample_numbers` int64 of the language slice, else of the first media
             module's. With the language module: input_ids, labels, position_ids int64 [B, S] (M-RoPE: [3, B, S]),
             loss_mask float32 [B, S]; `questions` of each sample if the dataset keeps text; `sources` int64 [B, S], of
-            each token, if there are several. A packed row has B = 1 and `documents` (see `collate_packed`). With media
+            each token, if there are several; `blocks` int64 [B, S] if any tokens see later ones (`TextSample.blocks`).
+            A packed row has B = 1 and `documents` (see `collate_packed`). With media
             modules: `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}} of N images in sample order,
             a list of tensors if sizes differ, None as the inner dict if there are none. Audio has "waveforms": float32
             [N, samples]. Tiled images are [tiles, 3, side, side] each, with "sizes" (`Media.size`). Readers of

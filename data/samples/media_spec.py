@@ -58,6 +58,8 @@ class Media:
     """The encoder's input of an item of `size`, by the model's own processor; None: the item itself."""
     identity: str = ""
     """Text that changes with everything that determines `ids`; empty without it."""
+    bidirectional: str = ""
+    """Tokens that see each other: `items`, those of each item; `prefix`, those before the first answer."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):

@@ -41,7 +41,7 @@ from data.samples.sample_meta import SampleMeta, SampleTable, lengths_key
 from data.storage.file_cache import FileCache
 from data.storage.files import RETRIES, ShardVersion
 from data.storage.url import Place, Url
-from data.text.placeholders import axis_positions
+from data.text.placeholders import axis_positions, blocks_of
 from data.text.tokens import Tokenizer
 from data.text_format import plural, shown
 
@@ -259,11 +259,17 @@ class ShardDataset(Samples):
         return reason_of(error) + (f"; {remedy}" if remedy else "")
 
     def _positioned(self, sample: TextSample, meta: SampleMeta) -> TextSample:
-        """Add M-RoPE positions to the sample, if the language model has them."""
-        if not any(spec.grid for spec in self.modules):
-            return sample
-        places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
-        return replace(sample, positions=axis_positions(sample.input_ids, places))
+        """Add what the language model has of it: M-RoPE positions, and the blocks of tokens that see each other."""
+        if any(spec.grid for spec in self.modules):
+            places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
+            sample = replace(sample, positions=axis_positions(sample.input_ids, places))
+        kinds = {self._placeholders[spec.module]: spec.bidirectional for spec in self.modules if spec.bidirectional}
+        if "prefix" in kinds.values():
+            learned = np.flatnonzero(sample.loss_mask)
+            end = learned[0] + 1 if len(learned) else sample.length  # labels are shifted
+            return replace(sample, blocks=np.where(np.arange(len(sample.input_ids)) < end, 0, -1))
+        blocks = blocks_of(sample.input_ids, [*kinds])
+        return replace(sample, blocks=blocks) if (blocks >= 0).any() else sample
 
     def _decode(self, spec: Media, meta: SampleMeta) -> list[MediaInput]:
         items: list[MediaInput] = []

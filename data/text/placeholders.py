@@ -156,6 +156,13 @@ Place = tuple[int, "Grid | None"]
 """Number of tokens of an image or audio, and their grid; None: positions as for text."""
 
 
+def blocks_of(ids: np.ndarray, placeholders: Sequence[int]) -> np.ndarray:
+    """Return the number of the run of placeholders that each token is in, int64 [S]; -1 for other tokens."""
+    inside = np.isin(ids, placeholders)
+    begins = inside & ~np.concatenate([[False], inside[:-1]])
+    return np.where(inside, np.cumsum(begins) - 1, -1)
+
+
 def axis_positions(ids: np.ndarray, media: Mapping[int, Sequence[Place]]) -> np.ndarray:
     """Return M-RoPE positions in time, row and column, int64 [3, S] (Wang et al. 2024, arXiv 2409.12191, section 2.1).
 

@@ -30,15 +30,18 @@ DROPPED = ("dropout", "layerdrop", "drop_path_rate")
 SPECIAL = {
     "adds features in layers of the language model": r"per_layer_inputs|moe_mm|deepstack",
     "has positions on several axes": r"get_rope_index|compute_3d_position|rope_deltas",
-    "lets the tokens of an image see each other": r"(?<!mm_)token_type_ids|block_sequence_ids|bidirectional",
+    "lets tokens see later ones": r"(?<!mm_)token_type_ids|block_sequence_ids|bidirectional",
     "projects features outside of its towers": r"visual_indicator|multi_modal_projector|embed_vision",
 }
 """What a model does besides putting features at their places, by the words of its `forward`. Checked against all models
 of several parts in transformers 5.23."""
-LAYERS, AXES, *_ = SPECIAL
+LAYERS, AXES, BLOCKS, _ = SPECIAL
 
 DEEPSTACK = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
 """Language models whose first layers get one of the `deepstack_features` each."""
+BIDIRECTIONAL = {"gemma3": "items", "paligemma": "prefix"}
+"""Which tokens see each other, see `EncoderSpec.bidirectional`. Under a window, tokens of an item see only those inside
+it; a prefix is seen whole."""
 
 
 @cache
@@ -97,6 +100,11 @@ def pad_id(config: PretrainedConfig, kind: str) -> int:
         if isinstance(getattr(config, key, None), int):
             return int(getattr(config, key))
     raise EncoderError(f"config.json: {kind}_token_id is missing")
+
+
+def bidirectional_of(config: PretrainedConfig) -> str:
+    """Return `bidirectional` of the encoder's spec; empty for a model whose masks are not known."""
+    return BIDIRECTIONAL.get(config.model_type, "")
 
 
 def deepstack_of(config: PretrainedConfig) -> list[int]:

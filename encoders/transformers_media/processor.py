@@ -2,6 +2,7 @@
 the model gets of it. Text is known from sizes alone: the processor runs once on an empty item of each size."""
 
 import math
+import re
 from bisect import bisect_left
 from functools import cache, lru_cache
 from threading import Lock
@@ -14,6 +15,8 @@ from encoders.errors import EncoderError
 
 SIZES = 2**16
 """Sizes whose text is kept."""
+USUAL = (3, 336, 336)
+"""Shape of an image whose text is tried."""
 
 
 class MediaProcessor:
@@ -21,6 +24,7 @@ class MediaProcessor:
 
     Attributes:
         mark: the text that a chat template writes for an item.
+        start, end: plain text that the processor writes around the tokens of an image, which text next to it may join.
         pad_token: the token that features replace.
         identity: text that changes with what determines the tokens of an item.
         sample_rate: samples per second of audio; 0 for images.
@@ -56,12 +60,15 @@ class MediaProcessor:
         if kind == "audio":
             self._options["sampling_rate"] = self.sample_rate
         self._unread = {"input_ids", "attention_mask", "token_type_ids", *processor.unused_input_names}
+        self.start = self.end = ""
         self._tokenized = lru_cache(SIZES)(self._tokenize)
         self._tokenized("")  # the first call sets options of the shared Rust object
         self._of_image = lru_cache(SIZES)(self._of_empty_image)
         self._of_audio: dict[int, tuple[int, ...]] = {}
         self._lengths: list[int] = []
         self._lock = Lock()
+        if kind == "image":
+            self.start, self.end = self._around_an_image()
 
     def ids(self, extent0: int, extent1: int) -> tuple[int, ...]:
         """Return the tokens of an item: those that features replace, and separators between them.
@@ -122,13 +129,27 @@ class MediaProcessor:
         process = self._processor._process_images if self.kind == "image" else self._processor._process_audio
         try:
             inputs, texts = process([[item]] if self.kind == "image" else [item.numpy()], **self._options)
-            ids = self._tokenized(texts[0])
+            if not (texts[0].startswith(self.start) and texts[0].endswith(self.end)):
+                shown = f"of {[*item.shape]} than {self.start!r} and {self.end!r} of {[*USUAL]}"
+                raise EncoderError(f"{type(self._processor).__name__} writes other text around an item {shown}")
+            ids = self._tokenized(texts[0][len(self.start) : len(texts[0]) - len(self.end)])
         except NotImplementedError:  # a processor that writes the whole text itself
             text_options = {"text": [self.mark], "add_special_tokens": False, "return_tensors": "pt"}
             image = Image.fromarray(item.permute(1, 2, 0).numpy())
             inputs = self._processor(images=[[image]], **text_options)
             ids = tuple(inputs["input_ids"][0].tolist())
         return {name: value for name, value in inputs.items() if name not in self._unread}, ids
+
+    def _around_an_image(self) -> tuple[str, str]:
+        """Return the text in front of the first special token of an image, and behind the last."""
+        try:
+            _, texts = self._processor._process_images([[torch.zeros(USUAL, dtype=torch.uint8)]], **self._options)
+        except Exception:  # it writes the whole text itself, or `ids` reports the error of each size
+            return "", ""
+        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        pattern = "|".join(map(re.escape, sorted({self.mark, self.pad_token, *special}, key=len, reverse=True)))
+        places = [match.span() for match in re.finditer(pattern, texts[0])]
+        return (texts[0][: places[0][0]], texts[0][places[-1][1] :]) if places else ("", "")
 
     def _of_empty_image(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
         reason: Exception | None = None

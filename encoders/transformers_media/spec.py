@@ -28,6 +28,9 @@ class MediaSpec(FixedKeys, PlainSpec):
     """Number of parameters."""
     axes: bool = False
     """The language model has positions in time, row and column."""
+    bidirectional: str = key("", choices=("", "items", "prefix"))
+    """Tokens of the language model that see each other: `items`: those of one item; `prefix`: all before the first
+    answer. Empty: none, attention is causal."""
     deepstack: list[int] = key(factory=list, at_least=0)
     """Layers of the tower whose features the first layers of the language model get."""
 

@@ -55,6 +55,11 @@ class ConfigContainer(Section):
         return self.modules[LANGUAGE]
 
     @property
+    def bidirectional(self) -> str:
+        """Tokens of the language model that see each other, see `EncoderSpec.bidirectional`."""
+        return next((kind for module in self.encoders.values() if (kind := module.encoder.bidirectional)), "")
+
+    @property
     def llm(self) -> LlmSpec:
         """Sizes of the language model, for a config without faults in its modules."""
         llm = self.language.llm

@@ -134,7 +134,7 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
         tokens, size, tp=sizes.tp, sp=sizes.sp, cp=sizes.cp, etp=sizes.etp, frozen=frozen,
         plain=_is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout) and llm.residual_multiplier == 1
         and not (llm.post_norms or llm.rope_interleaved or llm.activation_clamp or llm.glu_offset),
-        whole_rows=_has_row_kernel(cfg),
+        whole_rows=_copies_heads(cfg),
     )  # fmt: skip
     scores = max(layer.mixer.scores(length, samples, sizes.tp, sizes.cp) for layer in layers)
     layer = -(-sum(each.kept(share) for each in layers) // len(layers)) + (scores if recompute != "selective" else 0)
@@ -142,6 +142,7 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
     # Full recompute keeps the input of each layer; the layer that is recomputed is work.
     kept = len(layers) // sizes.vpp * flying * (boundary if recompute == "full" else layer)
+    kept += mask_bytes(cfg) * flying
     # Sent outputs stay until their gradients arrive; interleaved, those of all chunks but the last.
     kept += boundary * (flying if not last else flying * (sizes.vpp - 1) // sizes.vpp)
     adapted = replace(share, frozen=frozen or cfg.language.lora.rank > 0)
@@ -166,8 +167,19 @@ def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
     return is_used and tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
 
 
-def _has_row_kernel(cfg: ConfigContainer) -> bool:
-    """True if one kernel computes all documents of a packed row, see `SdpaAttention`."""
+def mask_bytes(cfg: ConfigContainer) -> int:
+    """Return the bytes of the masks of a microbatch in which some tokens see later ones (`attention_mask`): one for
+    layers without a window, one for those with it. 0 for causal attention."""
+    train, length = cfg.train, cfg.data.sequence_length
+    pairs = pack_length(cfg) ** 2 if cfg.data.pack else train.micro_batch_size * length**2
+    return (1 + (cfg.llm.window > 0)) * pairs * BYTES[train.precision] if cfg.bidirectional else 0
+
+
+def _copies_heads(cfg: ConfigContainer) -> bool:
+    """True if attention has as many key heads as query heads, by copies: under a mask, and where one kernel computes
+    all documents of a packed row, see `SdpaAttention`."""
+    if cfg.bidirectional:
+        return True
     llm, half = cfg.llm, cfg.train.precision != "fp32" and cfg.run.device != "cpu"
     without = llm.attention_softcap or llm.attention_sinks or llm.dropout
     return cfg.data.pack and half and not without and llm.head_width <= WIDEST_HEAD

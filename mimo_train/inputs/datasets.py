@@ -58,6 +58,7 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
             canvas=getattr(module.encoder, "canvas", None) if module.encoder.is_tiled else None,
             cut_several=getattr(module.encoder, "cut_several", True),
+            bidirectional=module.encoder.bidirectional,
             **_by_processor(module),
         )
         for name, module in cfg.encoders.items()

@@ -37,6 +37,8 @@ def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
         return f"modules.{name} is a class of transformers as it is"
     if module.lora.rank > 0:
         return f"modules.{name}.lora.rank is {module.lora.rank}, and adapters require torch's layers"
+    if name == LANGUAGE and cfg.bidirectional:
+        return f"modules.{name} has tokens that see each other, whose mask requires torch's layers"
     if module.llm is not None:
         because = (layer.mixer.needs_torch(module.layout.cp) for layer in module.llm.layers())
         return next((f"modules.{name}.{reason}" for reason in because if reason), "")

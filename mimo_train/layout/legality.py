@@ -152,6 +152,21 @@ def _interleaving_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterat
         )
 
 
+def bidirectional_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Yield faults of language models in which some tokens see later ones (`encoder.bidirectional`)."""
+    if not cfg.bidirectional:
+        return
+    key, module = f"modules.{LANGUAGE}", cfg.language
+    what = "tokens of an image that see each other" if cfg.bidirectional == "items" else "a prefix whose tokens do"
+    if module.layout.cp > 1:
+        yield Fault(
+            f"{key}.layout.cp",
+            f"is {module.layout.cp}, and a sequence with {what} cannot be cut. Set it to 1, or use tp with sp",
+        )
+    if isinstance(module.llm, TransformersLlm):
+        yield Fault(f"{key}.implementation", f"transformers is not supported with {what}. Set it to native")
+
+
 def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """Yield faults of modules and layouts that cannot carry the features of `encoder.deepstack`. These arrive with the
     input features, on the first stage of the language model."""

@@ -21,6 +21,7 @@ from mimo_train.layout.adapters import adapter_faults
 from mimo_train.layout.batch import Batch, batch_faults, packing_faults
 from mimo_train.layout.kernels import compile_faults, fp8_faults
 from mimo_train.layout.legality import (
+    bidirectional_faults,
     deepstack_faults,
     layer_faults,
     module_faults,
@@ -175,6 +176,7 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     width = cfg.llm.hidden_size
     yield from (fault for name, module in cfg.modules.items() for fault in adapter_faults(name, module, width))
     yield from (fault for name, module in cfg.encoders.items() for fault in projector_faults(module, width, name))
+    yield from bidirectional_faults(cfg)
     yield from deepstack_faults(cfg)
     yield from placement_faults(cfg)
     yield from batch_faults(cfg)

@@ -68,6 +68,8 @@ class SdpaAttention(MegatronModule):
         assert self.is_causal or not (self.cp_group or self.window), "only causal sequences are cut or have windows"
         assert not self.window or config.window_size[1] == 0, "a token sees nothing behind itself"
         self.softcap: float = getattr(config, "attention_softcap", 0.0)
+        self.reads_mask = bool(getattr(config, "bidirectional", ""))
+        assert not (self.reads_mask and self.cp_group), "a mask is not cut"
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -87,10 +89,13 @@ class SdpaAttention(MegatronModule):
         fewer queries than keys, they are those of the last positions.
 
         Args:
+            attention_mask: `mask_of_blocks` of a language model in which some tokens see later ones; None: causal.
             packed_seq_params: `Documents` of a packed row; B is 1.
         """
         assert attention_mask is None or self.is_causal, "a layer without a causal mask has no mask"
         assert attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.no_mask), attn_mask_type
+        if self.reads_mask and attention_mask is not None:
+            return self._attend_under_mask(query_SBND, key_SBND, value_SBND, attention_mask[1 if self.window else 0])
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, Documents), packed_seq_params
             return self._attend_inside_documents(query_SBND, key_SBND, value_SBND, packed_seq_params)
@@ -208,14 +213,22 @@ class SdpaAttention(MegatronModule):
             if self.softcap:
                 attended.append(self._attend_capped(query, key, value))
             elif self.window and end > self.window and len(query) > 1:
-                # With a mask only torch's slowest kernel groups queries.
-                group = query.size(2) // key.size(2)
-                key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
-                attended.append(self._attend(query, key, value, self._seen(query, key), False))
+                attended.append(self._attend_under_mask(query, key, value, self._seen(query, key)))
             else:
                 mask = causal_lower_right(len(query), len(key)) if len(query) > 1 else None
                 attended.append(self._attend(query, key, value, mask, False))
         return torch.cat(attended) if len(attended) > 1 else attended[0]
+
+    def _attend_under_mask(
+        self, query_QBND: torch.Tensor, key_KBND: torch.Tensor, value_KBND: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend under a mask of torch's forms, [Q, K] or [B, 1, Q, K]."""
+        if self.softcap:
+            return self._attend_capped(query_QBND, key_KBND, value_KBND, mask)
+        # With a mask only torch's slowest kernel groups queries.
+        group = query_QBND.size(2) // key_KBND.size(2)
+        key_KBND, value_KBND = key_KBND.repeat_interleave(group, 2), value_KBND.repeat_interleave(group, 2)
+        return self._attend(query_QBND, key_KBND, value_KBND, mask, False)
 
     def _seen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return a mask [Q, K]: True if a query sees a key, up to its own position and within the window."""
@@ -224,15 +237,21 @@ class SdpaAttention(MegatronModule):
         return (behind >= 0) & (behind < self.window) if self.window else behind >= 0
 
     def _attend_capped(
-        self, query_QBND: torch.Tensor, key_KBND: torch.Tensor, value_KBND: torch.Tensor
+        self,
+        query_QBND: torch.Tensor,
+        key_KBND: torch.Tensor,
+        value_KBND: torch.Tensor,
+        mask_BNQK: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with scores of cap * tanh(score / cap), softmax in fp32."""
+        """Attend with scores of cap * tanh(score / cap), softmax in fp32; `mask_BNQK` is added to them."""
         group = query_QBND.size(2) // key_KBND.size(2)
         query_BNQD, key_BNKD, value_BNKD = (part.permute(1, 2, 0, 3) for part in (query_QBND, key_KBND, value_KBND))
         key_BNKD, value_BNKD = (part.repeat_interleave(group, 1) for part in (key_BNKD, value_BNKD))
         scale = query_QBND.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale
         scores_BNQK = self.softcap * torch.tanh(query_BNQD @ key_BNKD.mT * scale / self.softcap)
-        if self.is_causal:
+        if mask_BNQK is not None:
+            scores_BNQK = scores_BNQK + mask_BNQK
+        elif self.is_causal:
             scores_BNQK = scores_BNQK.masked_fill(~self._seen(query_QBND, key_KBND), float("-inf"))
         weights_BNQK = scores_BNQK.softmax(-1, dtype=torch.float32).to(query_QBND.dtype)
         if self.training and self.dropout:

@@ -112,6 +112,7 @@ class DenseLayer:
             self._rotation(rotary_pos_emb, hidden_SBH.dtype) if rotary_pos_emb is not None and self._rotates else ()
         )
         has_rotation = len(rotation) > 0 and rotation[0].size(-1) == self._width and packed_seq_params is None
+        has_rotation = has_rotation and attention_mask is None
         if self._has_cpu_attention and has_rotation and cpu_attention.supports(hidden_SBH):
             context = cpu_attention.rotary_attention(
                 self._mixed(hidden_SBH), rotation[0], rotation[1], self._core.softmax_scale

@@ -150,7 +150,7 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
     where it supports what the model needs."""
     layers = llm.layers()
     needs_torch = any(block.needs_torch(config.context_parallel_size) for layer in layers for block in layer.blocks)
-    te = te and not config.lora.rank and not needs_torch
+    te = te and not config.lora.rank and not needs_torch and not config.bidirectional
 
     @cache
     def spec(mixer: str, feed_forward: str, takes_features: bool) -> ModuleSpec:

@@ -12,6 +12,7 @@ from megatron.core.utils import unwrap_model
 
 from encoders.base import EncoderSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.models.attention_mask import mask_of_blocks
 from mimo_train.models.documents import documents_of
 from mimo_train.parallel.bridge.exchange import SharedBridge
 from mimo_train.parallel.bridge.shapes import StepShapes
@@ -53,6 +54,7 @@ class PlacedMimoModel(MimoModel):
         labels: torch.Tensor | None = None,
         modality_inputs: dict[str, dict[str, Any]] | None = None,
         documents: Sequence[int] | None = None,
+        blocks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | dict[str, torch.Tensor], torch.Tensor | None]:
         """Run the modules on this rank: encoders first, then the language model.
 
@@ -60,6 +62,8 @@ class PlacedMimoModel(MimoModel):
             input_ids, position_ids, labels, loss_mask: [batch, sequence], on the language model's ranks.
             modality_inputs: {encoder module: arguments of its encoder}, None if the microbatch has no media.
             documents: ends of the documents of a packed row; batch is 1. Features are in the order of documents.
+            blocks: int64 [batch, sequence], on the language model's ranks: tokens with one number see each other, -1:
+                only earlier ones. None: attention is causal.
 
         Returns:
             (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
@@ -82,6 +86,8 @@ class PlacedMimoModel(MimoModel):
                 received[name] = sum_gradients(rows, self._cp_group)
         if self.role.is_first_stage(LANGUAGE) and unwrap_model(self.language_model).config.deepstack:
             received = self._without_deepstack(received, input_ids)
+        if blocks is not None:
+            attention_mask = mask_of_blocks(blocks, documents, unwrap_model(self.language_model).config)
         return self._forward_language_module(
             input_ids, position_ids, attention_mask, loss_mask, labels, received, {"documents": documents}
         )

@@ -86,6 +86,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
     )
     config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
     config.deepstack = max((len(module.encoder.deepstack) for module in cfg.encoders.values()), default=0)
+    config.bidirectional = cfg.bidirectional
     return config
 
 
@@ -102,7 +103,7 @@ def _of_class(cfg: ConfigContainer, layout: RunLayout, llm: TransformersSizes) -
         variable_seq_lengths=bool(cfg.encoders),
         moe_token_dispatcher_type="alltoall",
     )
-    config.llm, config.packed, config.deepstack = llm, cfg.data.pack, 0
+    config.llm, config.packed, config.deepstack, config.bidirectional = llm, cfg.data.pack, 0, ""
     return config
 
 

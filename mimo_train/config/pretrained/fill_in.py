@@ -280,11 +280,6 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
             remedy = f". Or set modules.{LANGUAGE}.implementation=transformers, which is data parallel only"
             wrong[-1] += remedy if not implementation and is_family(config.get("model_type")) else ""
             raise ConfigError([Fault(directory.key, message) for message in wrong]) from error
-    if composite is not None and composite.no_encoder:
-        text = (
-            f"{directory.folder} is of family {directory.model_type}, which {composite.no_encoder}: only its language "
-        )
-        raise ConfigError([Fault(directory.key, f"{text}model can be read, as modules.{LANGUAGE}.pretrained")])
     family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
     if family is None:
         kinds = sorted(ENCODERS)

@@ -42,6 +42,8 @@ class Decoder:
         batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": positions}
         if prompt.inputs:
             batch |= {"modality_inputs": prompt.inputs}
+        if prompt.blocks is not None:
+            batch |= {"blocks": prompt.blocks[None]}
         # One microbatch of one sample; one rank needs no loads.
         rows = {name: [[number]] for name, number in prompt.rows.items()}
         self._pipeline.shapes.begin(rows, rows)

@@ -19,7 +19,7 @@ from data.media.video import decode_video
 from data.records.conversation import MARKERS, Conversation, Part, Turn, split_markers, with_media
 from data.records.markers import unknown_marker, with_our_markers
 from data.samples.media_spec import MediaInput
-from data.text.placeholders import Place, axis_positions
+from data.text.placeholders import Place, axis_positions, blocks_of
 from data.text.tokens import Tokenizer
 from data.text_format import plural
 from mimo_train.config.errors import UserError
@@ -64,6 +64,8 @@ class Prompt:
     """Rows of features of every encoder module: its placeholders in `ids`."""
     positions: torch.Tensor | None = None
     """Positions of `ids` on three axes, int64 [3, S], if the model has these; None: 0, 1, 2, ..."""
+    blocks: torch.Tensor | None = None
+    """Tokens with one number see each other, -1: only earlier ones; int64 [S]. None: all of them -1."""
 
 
 class Prompts:
@@ -157,7 +159,10 @@ class Prompts:
         if any(item.grid for item in self._modules):
             places = {self._places[name]: [each.place for each in own] for name, own in inputs.items()}
             positions = torch.from_numpy(axis_positions(np.array(ids, dtype=np.int64), places))
-        return Prompt(ids, arguments, rows, positions)
+        kinds = {self._places[item.module]: item.bidirectional for item in self._modules if item.bidirectional}
+        numbers = np.zeros_like(ids) if "prefix" in kinds.values() else blocks_of(np.array(ids), [*kinds])
+        blocks = torch.from_numpy(numbers) if (numbers >= 0).any() else None
+        return Prompt(ids, arguments, rows, positions, blocks)
 
 
 def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[Turn], list[Medium]]:

@@ -133,7 +133,7 @@ class Share:
     plain: bool = False
     """True for a layer of `mimo_train.models.dense_layer`."""
     whole_rows: bool = False
-    """True if one kernel takes the documents of packed rows."""
+    """True if one kernel takes the documents of packed rows, or attention has a mask."""
 
     @property
     def local_tokens(self) -> int:

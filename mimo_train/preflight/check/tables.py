@@ -12,7 +12,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.estimate.flops import module_work
-from mimo_train.estimate.memory import GIB, Memory, rank_memory, run_memory
+from mimo_train.estimate.memory import GIB, Memory, mask_bytes, rank_memory, run_memory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.launch.start import launch_of, processes_per_node
 from mimo_train.layout.batch import pack_length
@@ -67,6 +67,12 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
     ]
     if in_fp8 := fp8_text(cfg):
         notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
+    if mask := mask_bytes(cfg):
+        whose = "an image" if cfg.bidirectional == "items" else "the text before the first answer"
+        notes.append(
+            f"activations of {LANGUAGE}: with {mask / GIB:.2f} GiB a microbatch for its mask, because the tokens of "
+            f"{whose} see each other"
+        )
     for name in cfg.encoders:
         is_measured, medium = name in media_per_sample, cfg.modules[name].encoder.medium
         count = f"{media_per_sample[name]:.2f} {medium}s" if is_measured else f"1 {medium} (no sample was read)"

@@ -26,7 +26,7 @@ TOKENS = {
     "context_image_token": PAD, "start_image_token": "<|vision_start|>", "end_image_token": "<|vision_end|>",
     "video_token": "<|video_pad|>", "image_token": PAD, "audio_token": "<|AUDIO|>",
     "image_break_token": "<|vision_start|>", "image_end_token": "<|vision_end|>",
-    "image_boundary_token": "<|vision_start|>",
+    "image_boundary_token": "<|vision_start|>", "boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>",
 }  # fmt: skip
 SAMPLES: list[tuple[list[Any], str]] = [
     (["what is ", (30, 50), " in front of ", (61, 25), " the other?"], "a small wall, and a long one"),
@@ -78,6 +78,34 @@ def _audioflamingo3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     config = library.AudioFlamingo3Config(audio_config=audio, text_config=TEXT | {"model_type": "qwen2"})
     sounds = library.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     return config, library.AudioFlamingo3Processor(sounds, tokenizer, audio_token="<|AUDIO|>")
+
+
+def _gemma3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    # An image has more tokens than the window, and its line breaks join that of the role in front of it.
+    layers = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+    text = library.Gemma3TextConfig(**TEXT | {"tie_word_embeddings": True}, **layers, query_pre_attn_scalar=20)
+    config = library.Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
+    tokenizer.add_tokens(["\n\n\n"])
+    tokenizer.chat_template = _writing("<|vision_start|>")
+    return config, library.Gemma3Processor(library.Gemma3ImageProcessor(size=SQUARE), tokenizer, image_seq_length=4)
+
+
+def _paligemma(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """A PaliGemma 2, with windows and capped scores. The processor adds 1,152 tokens."""
+    text = library.Gemma2Config(**TEXT | {"vocab_size": 1600}, sliding_window=3, query_pre_attn_scalar=20)
+    vision = library.SiglipVisionConfig(**VISION | {"image_size": 14}, vision_use_head=False, projection_dim=32)
+    config = library.PaliGemmaConfig(
+        vision_config=vision, text_config=text, projection_dim=32, tie_word_embeddings=False
+    )
+    images = library.SiglipImageProcessor(size={"height": 14, "width": 14})
+    images.image_seq_length = 4
+    tokenizer.chat_template = _writing(PAD)
+    return config, library.PaliGemmaProcessor(images, tokenizer)
+
+
+def _writing(mark: str) -> str:
+    """The chat template with a mark for each image."""
+    return QWEN_VL.replace("<|vision_start|><|image_pad|><|vision_end|>", mark)
 
 
 def _qwen2_vl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -171,6 +199,8 @@ OMNI = {
     "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
 }  # fmt: skip
 """Tokens of the processor of Qwen-Omni."""
+ADDED = {"gemma3": 1.0, "paligemma": 0.5}
+"""What norms of the language model have besides."""
 AS_IS = "internvl of cohere2"
 """Its language model has no native family."""
 MODELS = {
@@ -179,6 +209,8 @@ MODELS = {
     "mistral3": _mistral3,
     "idefics3": _idefics3,
     "audioflamingo3": _audioflamingo3,
+    "gemma3": _gemma3,
+    "paligemma": _paligemma,
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
@@ -206,10 +238,10 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     config, processor = MODELS[kind](transformers, tokenizer)
     if kind == "idefics3":  # its token is fixed
-        tokenizer.chat_template = QWEN_VL.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+        tokenizer.chat_template = _writing("<image>")
     processor.chat_template = tokenizer.chat_template
     audio = kind == "audioflamingo3"
-    token = processor.audio_token if audio else processor.image_token
+    token = processor.audio_token if audio else tokenizer.image_token if kind == "gemma3" else processor.image_token
     setattr(config, "audio_token_id" if audio else "image_token_id", tokenizer.convert_tokens_to_ids(token))
     torch.manual_seed(5)
     names = {**transformers.models.auto.modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
@@ -217,9 +249,11 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
         transformers, names.get(kind.partition(" ")[0], "AudioFlamingo3ForConditionalGeneration")
     )._from_config(config)
     with torch.no_grad():
-        for value in model.parameters():
+        for name, value in model.named_parameters():
             if value.ndim == 1:
                 value.add_(torch.randn_like(value), alpha=0.3)
+                # Norms of Gemma multiply by 1 + weight: without more, answers would repeat one token.
+                value.add_(ADDED.get(kind, 0.0) if "language_model" in name else 0.0)
             else:
                 # Two ways of transformers to compute Gated DeltaNet differ by 1e-3 after steps with larger weights.
                 value.normal_(0.0, 0.05 if kind.startswith("qwen3_5") else 0.2)
@@ -252,6 +286,8 @@ def batches(processor: Any, kind: str) -> list[tuple[Any, Any]]:
 
 def _processed(processor: Any, text: str, media: list[Any], kind: str) -> Any:
     """Audio Flamingo 3 takes one clip for a text: the tokens of each are put in as its processor writes them."""
+    if kind == "paligemma":
+        return _with_prefix(processor, text, media)
     if kind != "audioflamingo3":
         return processor(text=text, images=[media] if media else None, return_tensors="pt")
     if not media:
@@ -262,6 +298,22 @@ def _processed(processor: Any, text: str, media: list[Any], kind: str) -> Any:
         text = text.replace("<|AUDIO|>", item.replace("<|AUDIO|>", "\0"), 1)
     inputs = {name: value for name, value in inputs.items() if name not in processor.unused_input_names}
     return {**processor.tokenizer(text.replace("\0", "<|AUDIO|>"), return_tensors="pt"), **inputs}
+
+
+def _with_prefix(processor: Any, text: str, media: list[Any]) -> dict[str, Any]:
+    """PaliGemma's processor takes no chat template and no text alone. Its prefix has the token type 0."""
+    import torch
+
+    inputs = {}
+    if media:
+        options = processor._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")["images_kwargs"]
+        inputs, texts = processor._process_images([media], **options)
+        text = text.replace(PAD, texts[0])
+    ids = processor.tokenizer(text, return_tensors="pt")
+    begin = "<|im_start|>assistant\n"
+    prefix = len(processor.tokenizer(text[: text.index(begin) + len(begin)])["input_ids"])
+    types = (torch.arange(ids["input_ids"].size(1)) >= prefix).long()[None]
+    return {**inputs, "input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"], "token_type_ids": types}
 
 
 def compute(model: Any, folder: Path, kind: str) -> dict[str, Any]:

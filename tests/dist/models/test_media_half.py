@@ -39,13 +39,16 @@ def published(tmp_path_factory):
     return made
 
 
-CASES = [("internvl", layout) for layout in LAYOUTS]
+CASES = [(kind, layout) for kind in ("internvl", "gemma3") for layout in LAYOUTS]
+LAYOUTS["pp2"] = ("layout=one_process", "modules.language.layout.pp=2", "modules.language.recompute=selective")
+CASES += [("gemma3", "pp2")]
 LAYOUTS["as is"] = ("layout=one_process", "train.micro_batch_size=1", "modules.language.implementation=transformers")
-CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", AS_IS)]
+CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", "gemma3", AS_IS)]
 CASES += [(AS_IS, layout) for layout in ("one process", "packed", "dp2")] + [("qwen2_vl", "as is")]
 CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2"), ("qwen3_vl", "packed")]
 CASES += [("qwen3_5", "one process"), ("qwen3_5_moe", "packed")]
 CASES += [("glm4v", "packed"), ("glm4v_moe", "one process")]
+CASES += [("paligemma", "one process"), ("paligemma", "packed")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
@@ -60,6 +63,7 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
         "qwen3_vl_moe": ["modules.images.implementation=transformers", *experts],
         **dict.fromkeys(("qwen3_5_moe", "glm4v_moe"), experts),
         "qwen3_omni_moe_thinker": experts,
+        "gemma3": ["modules.language.layout.sp=true"] if layout == "tp2" else [],
     }.get(kind, [])
     cfg = composed(folder, tmp_path / "run", *overrides)
     ranks = run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg, samples_of(kind)[0][0])
@@ -143,6 +147,10 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
             resolve(composed(folder, tmp_path, f"modules.images.{key}"))
     with pytest.raises(ConfigError, match="^modules.images.encoder.dropout: is 0.2: set it to 0 as in config.json"):
         resolve(composed(folder, tmp_path, "data.sequence_length=300", "modules.images.encoder.dropout=0.2"))
+    gemma, language = published("gemma3")[0], "modules.language"
+    for key, reason in (("layout.cp=2", "a sequence with tokens"), ("implementation=transformers", "is not supported")):
+        with pytest.raises(ConfigError, match=rf"^{language}.{key.partition('=')[0]}: .*{reason}.* see each other"):
+            resolve(composed(gemma, tmp_path, "data.sequence_length=300", f"{language}.{key}"))
     cfg = composed(folder, tmp_path, "data.sequence_length=300")
     tokens = {"other_token": "<|other|>"}
     cfg.data.tokenizer = str(save_tokenizer(tmp_path / "other", QWEN_VL, model_specific_special_tokens=tokens))

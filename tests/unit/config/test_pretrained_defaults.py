@@ -135,9 +135,7 @@ def test_encoders(kind):
 @pytest.mark.parametrize("kind", COMPOSITES)
 def test_models_of_several_parts(kind):
     bare = {"model_type": kind, **WHOLE.get(kind, {})}
-    names = [LANGUAGE] if COMPOSITES[kind].language else []
-    names += [] if COMPOSITES[kind].no_encoder else ["images"]
-    for name in names:
+    for name in ([LANGUAGE] if COMPOSITES[kind].language else []) + ["images"]:
         found = [
             fill_in._parts(name, Directory(Path("any"), "pretrained", config))
             for config in (bare, as_its_class_has_it(bare))

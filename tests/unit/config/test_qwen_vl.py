@@ -95,5 +95,5 @@ def test_features_for_layers_need_these_layers_on_the_first_stage(tmp_path):
 
 
 def test_others_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a paligemma lets the tokens of an image see each other, which is not supp"):
-        composed(tmp_path, QWEN3 | {"model_type": "paligemma", "text_config": {}, "vision_config": {}})
+    with pytest.raises(ConfigError, match="a gemma4_unified lets tokens see later ones, which is not supported"):
+        composed(tmp_path, QWEN3 | {"model_type": "gemma4_unified", "text_config": {}, "vision_config": {}})

@@ -4,7 +4,6 @@ from encoders.errors import EncoderError
 from encoders.registry import FAMILIES
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.pretrained.composites.base import Composite
-from mimo_train.config.pretrained.composites.gemma3 import GEMMA3
 from mimo_train.config.pretrained.composites.llava import LLAVA
 from mimo_train.config.pretrained.composites.of_transformers import of_transformers
 from mimo_train.config.pretrained.composites.qwen2_audio import QWEN2_AUDIO
@@ -26,7 +25,6 @@ COMPOSITES: dict[str, Composite] = {
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": QWEN3_VL_MOE,
     "qwen2_audio": QWEN2_AUDIO,
-    "gemma3": GEMMA3,
     **dict.fromkeys(ALONE, Composite("vision_config", encoder_loaded="vision_model.")),
 }
 """By `model_type` of config.json."""

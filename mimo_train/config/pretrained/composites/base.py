@@ -42,8 +42,6 @@ class Composite:
 
     placeholder: Mapping[str, str] = field(default_factory=dict)
     """Keys of the encoder module's `placeholder` that its tokenizer has tokens for."""
-    no_encoder: str = ""
-    """Why its encoder cannot be read, a clause; its language model can."""
 
     def spellings(self, folder: Path, key: str) -> tuple[Spelling, ...]:
         """Return the prefixes that the language model's tensors may have in `folder`; `key` names it in errors."""

@@ -35,15 +35,17 @@ class OfTransformers(Composite):
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """See `Composite.part`. Raise EncoderError if transformers cannot build the model."""
-        from encoders.transformers_media.directory import hf_config, structure_of
+        from encoders.transformers_media.directory import bidirectional_of, hf_config, structure_of
 
-        text = hf_config(self.folder).get_text_config(decoder=True)
+        model_config = hf_config(self.folder)
         assert name == LANGUAGE, "the media half is read as a whole"
-        return {
-            "model_type": text.model_type,
+        part = {
+            "model_type": model_config.get_text_config(decoder=True).model_type,
             **config.get(self.language, {}),
             "tie_word_embeddings": structure_of(self.folder).tied,
         }
+        # The encoder's spec says which tokens see each other.
+        return part | ({"use_bidirectional_attention": None} if bidirectional_of(model_config) else {})
 
     def media_keys(self, module: str) -> dict[str, Any]:
         """Return the keys of the encoder `module`. Raise EncoderError if the model reads no media, or does more than
@@ -53,9 +55,9 @@ class OfTransformers(Composite):
         config = directory.hf_config(self.folder)
         kind, reasons = self._kind(module), directory.special(config)
         deepstack, axes = directory.deepstack_of(config), directory.AXES in reasons
-        others = [
-            reason for reason in reasons if reason != directory.AXES and not (deepstack and reason == directory.LAYERS)
-        ]
+        bidirectional = directory.bidirectional_of(config)
+        supported = {directory.AXES: True, directory.LAYERS: deepstack, directory.BLOCKS: bidirectional}
+        others = [reason for reason in reasons if not supported.get(reason)]
         if not others and axes and not (kind == "image" and self._has_usual_positions(self._processor(kind))):
             others = [directory.AXES]
         if others:
@@ -73,13 +75,15 @@ class OfTransformers(Composite):
             "parameters": structure.num_parameters,
             "dropout": directory.dropout_of(config),
             "axes": axes,
+            "bidirectional": bidirectional,
             "deepstack": deepstack,
         }
 
     def placeholder_keys(self, module: str) -> dict[str, str]:
         """Return the `placeholder` of the encoder `module`: tokens of the directory's processor."""
         processor = self._processor(self._kind(module))
-        return {"pad": processor.pad_token, "mark": processor.mark}
+        mark = "" if processor.mark == processor.pad_token else processor.mark
+        return {"pad": processor.pad_token, "mark": mark, "start": processor.start, "end": processor.end}
 
     def _processor(self, kind: str) -> Any:
         from encoders.transformers_media.directory import hf_config, pad_id

@@ -175,9 +175,10 @@ class Attention(Block):
         since the values keep the unrotated ones alive).
 
         Context parallelism gathers keys and values (2 k of each rank instead), and a copy joins the attention of the
-        two chunks of queries (h). One kernel for packed rows copies the values, which frees the fused tensor, and needs
-        as many key heads as query heads (4 h in total). Norms of grouped heads copy the queries. An output gate is kept
-        with its sigmoid and the gated output (3 h). Sinks copy queries, keys, values and output (2 h + 2 k).
+        two chunks of queries (h). One kernel for packed rows, and attention under a mask, copy the values, which frees
+        the fused tensor, and need as many key heads as query heads (4 h in total). Norms of grouped heads copy the
+        queries. An output gate is kept with its sigmoid and the gated output (3 h). Sinks copy queries, keys, values
+        and output (2 h + 2 k).
         """
         # With fewer key heads than tensor-parallel ranks, each rank has one.
         query, keys = self.query_width, self.width * max(self.key_heads, share.tp)
