@@ -45,6 +45,8 @@ OPTIONS = {
     "bias": "biases of all linear layers",
     "attention_sinks": "attention sinks",
     "glu_offset": "an offset next to the gate",
+    "pre_norms": "no norms before attention and feed-forward block",
+    "qk_norm_over_heads": "over all heads",
 }
 """In words, by a key of `LlmSpec` that every model of a family has."""
 
@@ -92,7 +94,11 @@ def _version() -> Iterator[str]:
 def _language() -> Iterator[str]:
     yield from ["| `model_type` | class | layers with `sliding_window` | further features |", "|---|---|---|---|"]
     for kind, family in LANGUAGE_FAMILIES.items():
-        besides = [OPTIONS.get(name, f"`{name}`") for name, value in family.always.items() if value]
+        besides = [
+            OPTIONS.get(name, f"`{name}`")
+            for name, value in family.always.items()
+            if value != config_json.USUAL.get(name)
+        ]
         besides += [spelling.feature for spelling in family.spellings if spelling.feature]
         window = next((spelling.layers for spelling in family.spellings if isinstance(spelling, Windows)), "—")
         architecture = f"`{family.architecture}`" if family.architecture else "a part of larger models"

@@ -70,6 +70,7 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
             self.mixer(number),
             self.experts() if self.has_experts(number) else self.mlp(),
             norm_vectors=self.norm_vectors,
+            pre_norms=self.pre_norms,
             post_norms=self.post_norms,
             dropout=self.dropout > 0,
         )
@@ -89,6 +90,8 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
             yield Fault(
                 f"{prefix}.zero_centered_norms", f"requires RMSNorm, but {prefix}.normalization is {self.normalization}"
             )
+        if not (self.pre_norms or self.post_norms):
+            yield Fault(f"{prefix}.pre_norms", f"is false, and {prefix}.post_norms too. Set one of them")
         for name, other in (("embedding_multiplier", "scale_embeddings"), ("logit_divisor", "logit_softcap")):
             if getattr(self, name) != 1 and getattr(self, other):
                 yield Fault(

@@ -88,11 +88,13 @@ def language_keys(config: Config) -> Keys:
 
 USUAL: Keys = {
     "zero_centered_norms": False,
+    "pre_norms": True,
     "post_norms": False,
     "bias": False,
     "qkv_bias": False,
     "proj_bias": False,
     "qk_norm": False,
+    "qk_norm_over_heads": False,
     "attention_scale_size": 0.0,
     "attention_softcap": 0.0,
     "logit_softcap": 0.0,

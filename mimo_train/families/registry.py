@@ -13,6 +13,7 @@ from mimo_train.families.glm_moe import GLM4_MOE, GLM4V_MOE_TEXT
 from mimo_train.families.gpt_oss import GPT_OSS
 from mimo_train.families.granite import GRANITE
 from mimo_train.families.llama import CWM, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SEED_OSS
+from mimo_train.families.olmo import OLMO2, OLMO3
 from mimo_train.families.phi3 import PHI3
 from mimo_train.families.qwen import (
     QWEN2,
@@ -72,6 +73,8 @@ FAMILIES: dict[str, Family] = {
         GLM4V_TEXT,
         GLM4V_MOE_TEXT,
         GPT_OSS,
+        OLMO2,
+        OLMO3,
     )
 }
 """The families of this package. An export of a model made here is of the first that supports it."""

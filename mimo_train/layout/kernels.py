@@ -40,7 +40,8 @@ def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
     if name == LANGUAGE and cfg.bidirectional:
         return f"modules.{name} has tokens that see each other, whose mask requires torch's layers"
     if module.llm is not None:
-        because = (layer.mixer.needs_torch(module.layout.cp) for layer in module.llm.layers())
+        blocks = (block for layer in module.llm.layers() for block in layer.blocks)
+        because = (block.needs_torch(module.layout.cp) for block in blocks)
         return next((f"modules.{name}.{reason}" for reason in because if reason), "")
     if isinstance(module.encoder, PlainSpec):
         return f"modules.{name}.encoder.family {module.encoder.family} is a plain torch module"

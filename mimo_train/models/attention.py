@@ -19,15 +19,12 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from mimo_train.estimate.activations import WIDEST_HEAD
 from mimo_train.models.documents import Documents
+from mimo_train.models.parameters import CutOverHeads
 from mimo_train.parallel.context import chunks_of, gather_sequence
 
 _LEAST_BLOCK = 512
@@ -295,7 +292,7 @@ def causal_lower_right(queries: int, keys: int) -> torch.Tensor:
     return bias.causal_lower_right(queries, keys)
 
 
-class SinkAttention(SdpaAttention):
+class SinkAttention(CutOverHeads, SdpaAttention):
     """`SdpaAttention` with one more score in the softmax of each head, which is learned and adds nothing to the output
     (attention sinks; Xiao et al. 2023, arXiv 2309.17453, section 3). It is a first key with value 0 that all queries
     see: in one more channel queries have their head's score, this key has 1, and all others have 0. So any kernel
@@ -321,16 +318,6 @@ class SinkAttention(SdpaAttention):
     def is_plain(self) -> bool:
         """Never true."""
         return False
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Return the scores as a part of those of all heads, as Megatron-Core's method."""
-        group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
-        state, axes = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=group
-        )
 
     def _has_kernel(self, query: torch.Tensor) -> bool:
         """Return False: documents would each need the first key."""

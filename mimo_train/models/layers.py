@@ -155,6 +155,8 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
     @cache
     def spec(mixer: str, feed_forward: str, takes_features: bool) -> ModuleSpec:
         layer = _joined(_MODULES[mixer](config, te), _MODULES[feed_forward](config, te))
+        if not llm.pre_norms:
+            layer = replace(layer, input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp)
         if llm.post_norms or llm.residual_multiplier != 1:
             norm = norm_class(te) if llm.post_norms else IdentityOp
             params = {"config": config, "norm": norm, "multiplier": llm.residual_multiplier}

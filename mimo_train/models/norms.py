@@ -4,10 +4,15 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.cpu import kernels
-from mimo_train.models.parameters import mark
+from mimo_train.models.parameters import CutOverHeads, mark
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
 """Output of attention or of a feed-forward block, and a bias that is still to be added."""
@@ -65,6 +70,28 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
 def _rms_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(inputs, weight.shape, weight, eps)
+
+
+class NormOverHeads(CutOverHeads, torch.nn.Module):
+    """x / rms(x) * weight over the channels of all heads, of which each tensor-parallel rank has a part."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int):
+        """`hidden_size`: of one of the model's `heads`."""
+        super().__init__()
+        self.width, self.eps = hidden_size * heads, eps
+        part = self.width // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(part, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads_SBND: torch.Tensor) -> torch.Tensor:
+        """Normalize the heads [S, B, N, D] of this rank."""
+        heads = heads_SBND.float()
+        squares = heads.square().sum((-2, -1), keepdim=True)
+        # The sum is of all ranks, and so is its gradient.
+        squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
+        normed = heads * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight.view(heads.shape[-2:]) * normed).type_as(heads_SBND)
 
 
 class NormedAdd(torch.nn.Module):

@@ -20,7 +20,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
+from torch.distributed import ProcessGroup
 
 from encoders.errors import EncoderError
 from encoders.initial_weights import Normal
@@ -75,6 +77,22 @@ class Cut:
         if self.dim != 1:
             return None
         return self.rank * width // self.ranks, (self.rank + 1) * width // self.ranks
+
+
+class CutOverHeads:
+    """Base of modules whose parameters have parts of all heads, which tensor-parallel ranks cut."""
+
+    tp_group: ProcessGroup
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return the parameters as parts of those of all heads, as Megatron-Core's method."""
+        group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        state = self.state_dict(prefix="", keep_vars=True)  # type: ignore[attr-defined]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, dict.fromkeys(state, 0), sharded_offsets, tp_group=self.tp_group, dp_cp_group=group
+        )
 
 
 _EXPERT_NUMBER = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\bweight)\d+$|(?<=\bbias)\d+$")

@@ -70,7 +70,8 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         mrope_section=llm.mrope_section or None,
         rotary_interleaved=llm.rope_interleaved,
         **_windows(llm),
-        qk_layernorm=llm.qk_norm,
+        # With it Megatron-Core sums gradients of these norms over tensor-parallel ranks, over which others are cut.
+        qk_layernorm=llm.qk_norm and not llm.qk_norm_over_heads,
         attention_output_gate=llm.attention_output_gate,
         **{name: getattr(llm, name) for name in _DELTA},
         hidden_dropout=llm.dropout,

@@ -76,6 +76,11 @@ REASONS = [
     ),
     (
         "models/blocks/attention/module.py",
+        "distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+        'config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)',
+    ),
+    (
+        "models/blocks/attention/module.py",
         "models.common.embeddings.yarn_rotary_pos_embedding:_yarn_get_concentration_factor_from_config",
         "yarn_mscale",
     ),

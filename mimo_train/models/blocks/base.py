@@ -38,6 +38,8 @@ class LayerKeys(Section):
     """Epsilon of every norm."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight, head norms too. `RMSNorm` only."""
+    pre_norms: bool = True
+    """Normalise the inputs of attention and of the feed-forward block. `false` requires `post_norms`."""
     post_norms: bool = False
     """Normalise the outputs of attention and of the feed-forward block before adding them."""
     residual_multiplier: float = key(1.0, above=0)
@@ -215,15 +217,17 @@ class Block(ABC):
 
 @dataclass(frozen=True)
 class Layer:
-    """A transformer layer: what mixes tokens, and the feed-forward block, each behind a norm."""
+    """A transformer layer: what mixes tokens, and the feed-forward block, and their norms."""
 
     hidden: int
     mixer: Block
     feed_forward: Block
     norm_vectors: int = 1
     """Vectors of parameters of a norm."""
+    pre_norms: bool = True
+    """True with a norm in front of each block."""
     post_norms: bool = False
-    """True with a norm behind each block too."""
+    """True with a norm behind each block."""
     scaled: bool = False
     """True if learned scales multiply the outputs of the blocks."""
     dropout: bool = False
@@ -236,7 +240,7 @@ class Layer:
     def parameters(self, tp: int = 1) -> int:
         """Return the parameters on one rank, without experts. Norms are on every rank."""
         split, replicated = (sum(counts) for counts in zip(*(block.parameters() for block in self.blocks), strict=True))
-        norms = (4 if self.post_norms else 2) * self.hidden * self.norm_vectors
+        norms = 2 * (self.pre_norms + self.post_norms) * self.hidden * self.norm_vectors
         return split // tp + replicated + norms
 
     def matmuls(self, layer: str, tokens: float, pairs: float | None = None) -> Iterator[Matmul]:
@@ -249,12 +253,14 @@ class Layer:
 
         In full on each tensor-parallel rank: the inputs of the two norms and of the linear layers behind them (4 h),
         the inputs of the learned scales of the two branches (2 h, if any), and their dropout masks (1 byte each per h).
-        Norms behind the blocks keep their inputs (2 h in full). The rest is the blocks', divided by t. Sequence
+        Norms behind the blocks keep their inputs (2 h in full); without norms in front, linear layers share their input
+        with the residual stream (2 h less). The rest is the blocks', divided by t. Sequence
         parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate and no rotation this is the
         paper's s b h (10 + 24 / t), without its 5 a s / (h t) of stored attention scores; with sequence parallel 34 s b
         h / t.
         """
         inputs = (2 if self.post_norms else 0) + (2 if share.frozen else 4) + (2 if self.scaled else 0)
+        inputs -= 0 if self.pre_norms else 2
         replicated = inputs * self.hidden * share.size + (2 * self.hidden if self.dropout else 0)
         split, others = (sum(counts) for counts in zip(*(block.kept(share) for block in self.blocks), strict=True))
         tokens, tp = share.tokens, share.tp

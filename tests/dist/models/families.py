@@ -264,6 +264,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _YARN | {"truncate": False},
         **_EXPERTS,
     },
+    "olmo2, biases": {"model_type": "olmo2", "attention_bias": True},
+    "olmo3, yarn": {
+        "model_type": "olmo3",
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": _YARN | {"attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
     "hy_v3, a dense layer": {
         "model_type": "hy_v3",
         "mlp_layer_types": ["sparse", "dense", "sparse"],

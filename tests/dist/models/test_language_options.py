@@ -74,6 +74,8 @@ BIASES = (
     f"{LLM}activation=quick_geglu",
     f"{LLM}activation_clamp=0.2",
     f"{LLM}glu_offset=1",
+    f"{LLM}qk_norm=true",
+    f"{LLM}qk_norm_over_heads=true",
 )
 DELTA = (
     f"{LLM}num_query_groups=2",
@@ -165,7 +167,7 @@ def test_experts_in_some_layers_give_the_numbers_of_one_process(digits, tmp_path
     assert _close(straight[2:], again)
 
 
-def test_biases_of_experts_and_sinks_give_the_numbers_of_one_process(prose, tmp_path):
+def test_biases_of_experts_sinks_and_norms_over_heads_give_the_numbers_of_one_process(prose, tmp_path):
     def tiny(name: str, *overrides: str):
         return config("gpt_tiny", tmp_path / name, prose, "layout=language_one", *BIASES, *overrides)
 

@@ -72,6 +72,7 @@ ODD = {
     "glm4v_moe_text": SIGMOID
     | {"partial_rotary_factor": 0.2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 5]}},
     "gpt_oss": EXPERTS | {"num_local_experts": 5, "swiglu_limit": 3.0, "rope_theta": 150000.0},
+    "olmo3": {"rope_theta": 5e5},
     "phi3": {"partial_rotary_factor": 0.6},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},

@@ -94,6 +94,12 @@ def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
             {"model_type": "gpt_oss", "num_hidden_layers": 4},
             {"full_attention_layers": [1, 3], "activation": "quick_geglu", "activation_clamp": 7.0, "bias": True},
         ),
+        ({"model_type": "olmo2"}, {"pre_norms": False, "qk_norm_over_heads": True, "rope_base": 1e4}),
+        (
+            {"model_type": "olmo3", "num_hidden_layers": 4, "rope_theta": 5e5}
+            | {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}},
+            {"full_attention_layers": [3], "window": 4096, "rope_base": 5e5, "local_rope_base": 5e5},
+        ),
         ({"model_type": "phi3"}, {"partial_rotary_factor": 1.0, "layernorm_epsilon": 1e-5, "head_size": 96}),
         (
             {"model_type": "gemma", "hidden_act": "gelu"},
@@ -259,6 +265,7 @@ SIGMOID = {"router_score_function": "sigmoid"}
         ({"rope_interleaved": True, "post_norms": True}, ["glm4"]),
         ({**OSS, "activation": "quick_geglu", "glu_offset": 1.0}, ["gpt_oss"]),
         ({**OSS, "activation": "quick_geglu"}, []),
+        ({"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over_heads": True}, ["olmo2"]),
         ({"bias": True, "activation": "gelu"}, []),
         ({"normalization": "LayerNorm"}, []),
         ({"position": "learned"}, []),
@@ -272,7 +279,8 @@ def test_a_model_of_ours_finds_its_family(changes, kinds):
     for kind in found:
         written = language_config_json(spec, kind, "bfloat16")
         assert written["dtype"] == written["torch_dtype"] == "bfloat16"
-        assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == spec.rope_base
+        rope = written["rope_parameters"]
+        assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == spec.rope_base
 
 
 def test_what_a_family_has_no_place_for_is_named():
@@ -317,6 +325,9 @@ def test_what_a_family_has_no_place_for_is_named():
         ({"rope_interleaved": True, "local_rope_base": 9.0, "window": 4}, "rope_interleaved"),
         ({"rope_interleaved": True, "position": "learned"}, "rope_interleaved"),
         ({"attention_sinks": True, "attention_softcap": 2.0}, "attention_sinks"),
+        ({"pre_norms": False}, "pre_norms"),
+        ({"qk_norm_over_heads": True}, "qk_norm_over_heads"),
+        ({"qk_norm_over_heads": True, "qk_norm": True, "zero_centered_norms": True}, "qk_norm_over_heads"),
         ({"activation": "gelu", "activation_clamp": 2.0}, "activation_clamp"),
         ({"activation": "silu", "glu_offset": 1.0}, "glu_offset"),
         ({"num_experts": 4, "bias": True, "shared_expert_ffn_hidden_size": 8}, "bias"),

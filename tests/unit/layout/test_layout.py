@@ -168,6 +168,7 @@ def test_faults_name_the_key_and_the_numbers(values, key, numbers):
 
 INTERLEAVED = {f"{LANGUAGE}.layout.pp": 2, f"{LANGUAGE}.layout.vpp": 2, "train.micro_batch_size": 4}
 EXPERTS = {f"{LANGUAGE}.llm.num_experts": 4, f"{LANGUAGE}.llm.expert_ffn_hidden_size": 64}
+OVER_HEADS = {f"{LANGUAGE}.llm.qk_norm": True, f"{LANGUAGE}.llm.qk_norm_over_heads": True}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,11 @@ EXPERTS = {f"{LANGUAGE}.llm.num_experts": 4, f"{LANGUAGE}.llm.expert_ffn_hidden_
         ),
         ({**EXPERTS, f"{LANGUAGE}.layout.ep": 3, f"{LANGUAGE}.layout.dp": 3}, f"{LANGUAGE}.layout.ep", ["3", "4"]),
         ({**EXPERTS, f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep 2 x etp 1", "1 rank of a stage"]),
+        (
+            {f"{LANGUAGE}.llm.num_query_groups": 1, **OVER_HEADS, f"{LANGUAGE}.layout.tp": 2},
+            f"{LANGUAGE}.layout.tp",
+            ["tp 2", "num_query_groups 1"],
+        ),
         (
             {**EXPERTS, f"{LANGUAGE}.llm.bias": True, f"{LANGUAGE}.layout.etp": 2, f"{LANGUAGE}.layout.dp": 2},
             f"{LANGUAGE}.layout.etp",

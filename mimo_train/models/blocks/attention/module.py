@@ -1,7 +1,9 @@
 """The attention of a layer, from Megatron-Core's parts around `SdpaAttention`."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from mimo_train.models.attention import SdpaAttention, SinkAttention, WindowAtte
 from mimo_train.models.blocks.module import BlockModule
 from mimo_train.models.documents import attention_inside_documents
 from mimo_train.models.lora import linear_classes
-from mimo_train.models.norms import TorchNorm
+from mimo_train.models.norms import NormOverHeads, TorchNorm
 from mimo_train.models.rotary import angles_of_layer, attention_factor
 
 
@@ -28,6 +30,10 @@ def build(config: TransformerConfig, te: bool) -> BlockModule:
     if llm.proj_bias:
         parts = attention.submodules
         attention = replace(attention, submodules=replace(parts, linear_proj=_with_bias(parts.linear_proj)))
+    if llm.qk_norm_over_heads:
+        norms = (partial(NormOverHeads, heads=heads) for heads in (llm.num_attention_heads, llm.key_heads))
+        q_norm, k_norm = norms
+        attention = replace(attention, submodules=replace(attention.submodules, q_layernorm=q_norm, k_layernorm=k_norm))
     if llm.attention_sinks:
         attention = replace(attention, submodules=replace(attention.submodules, core_attention=SinkAttention))
     return replace(block, module=attention)
@@ -64,8 +70,13 @@ class RotaryAttention(SelfAttention):
     config."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, layer_number: int, **options: Any):
-        super().__init__(config, *arguments, layer_number=layer_number, **options)
         llm: LlmSpec = config.llm
+        if llm.qk_norm_over_heads:
+            config = copy.copy(config)
+            config.qk_layernorm = True  # Megatron-Core builds no norms without
+        super().__init__(config, *arguments, layer_number=layer_number, **options)
+        if llm.qk_norm_over_heads:
+            self.q_layernorm.tp_group = self.k_layernorm.tp_group = self.pg_collection.tp
         self.kind_of_angles = bool(llm.window_of(layer_number - 1)) if llm.local_rope_base else None
         """True for a local layer; None if all layers have the same angles."""
         self.rotates = layer_number - 1 not in llm.no_rope_layers

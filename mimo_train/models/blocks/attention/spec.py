@@ -32,6 +32,8 @@ class AttentionKeys(RotaryKeys):
     """Layers, counted from 0, that ignore `window`."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
+    qk_norm_over_heads: bool = False
+    """With `qk_norm`: normalise all heads together, with a weight for each channel of each head. `RMSNorm` only."""
     attention_output_gate: bool = False
     """Multiply the output of each head by the sigmoid of a gate, which is projected with its query."""
     attention_scale_size: float = key(0.0, at_least=0, zero_means="head_size")
@@ -70,6 +72,8 @@ class AttentionKeys(RotaryKeys):
             window=self.window_of(layer),
             rope=self.position == "rope" and layer not in self.no_rope_layers,
             head_norm_vectors=self.norm_vectors if self.qk_norm else 0,
+            norm_over_heads=self.qk_norm_over_heads,
+            pre_norm=self.pre_norms,
             qkv_bias=self.bias or self.qkv_bias,
             proj_bias=self.bias or self.proj_bias,
             softcap=self.attention_softcap,
@@ -102,6 +106,13 @@ class AttentionKeys(RotaryKeys):
                     f"{prefix}.{name}",
                     f"is implied by {prefix}.bias, which gives every linear layer a bias. Set only one of them",
                 )
+        if self.qk_norm_over_heads:
+            wrong = {"qk_norm": not self.qk_norm, "normalization": self.normalization != "RMSNorm"}
+            wrong["zero_centered_norms"] = self.zero_centered_norms
+            for name in (name for name, is_wrong in wrong.items() if is_wrong):
+                yield Fault(
+                    f"{prefix}.qk_norm_over_heads", f"is not supported with {prefix}.{name}={getattr(self, name)}"
+                )
         if self.attention_sinks and self.attention_softcap:
             yield Fault(
                 f"{prefix}.attention_sinks", f"is not supported with {prefix}.attention_softcap. Set one of them"
@@ -130,6 +141,9 @@ class Attention(Block):
     rope: bool = False
     head_norm_vectors: int = 0
     """Vectors of parameters of the norms of queries and of keys; 0: no norms."""
+    norm_over_heads: bool = False
+    """True if one norm has the heads of all queries, another those of all keys."""
+    pre_norm: bool = True
     qkv_bias: bool = False
     proj_bias: bool = False
     softcap: float = 0.0
@@ -149,7 +163,10 @@ class Attention(Block):
     def parameters(self) -> tuple[int, int]:
         split = self.hidden * (self.qkv_width + self.query_width) + (self.qkv_width if self.qkv_bias else 0)
         split += self.heads if self.sinks else 0
-        return split, (self.hidden if self.proj_bias else 0) + 2 * self.width * self.head_norm_vectors
+        norms = self.width * self.head_norm_vectors
+        if self.norm_over_heads:
+            split, norms = split + norms * (self.heads + self.key_heads), 0
+        return split, (self.hidden if self.proj_bias else 0) + 2 * norms
 
     def matrices(self, tp: int, ep: int, etp: int) -> int:
         return self.hidden * ((self.qkv_width + self.query_width) // tp)
@@ -208,6 +225,10 @@ class Attention(Block):
         windows with context parallelism only by exchanges that Megatron-Core does not use by default."""
         if self.softcap or self.sinks:
             return f"llm.attention_{'softcap' if self.softcap else 'sinks'} requires torch's attention"
+        if self.norm_over_heads:
+            return "llm.qk_norm_over_heads requires torch's layers"
+        if not self.pre_norm:
+            return "llm.pre_norms=false requires torch's layers"
         if self.window and cp > 1:
             return f"llm.window with layout.cp {cp} requires torch's attention"
         return ""
@@ -217,6 +238,13 @@ class Attention(Block):
         tp, sizes = layout.tp, {"num_attention_heads": self.heads}
         yield from tp_faults(tp, key, **sizes | ({"num_query_groups": self.key_heads} if self.key_heads >= tp else {}))
         if self.key_heads >= tp:
+            return
+        if self.norm_over_heads:
+            yield Fault(
+                f"{key}.layout.tp",
+                f"tp {tp} must be at most num_query_groups {self.key_heads}, whose norm is over all heads "
+                f"({key}.llm.qk_norm_over_heads)",
+            )
             return
         if tp % self.key_heads:
             yield Fault(
@@ -250,7 +278,8 @@ class Attention(Block):
         yield from with_biases([qkv]) if self.qkv_bias else [qkv]
         yield from with_biases([proj]) if self.proj_bias else [proj]
         if self.head_norm_vectors:
-            for part, name in (("q", "query_norm"), ("k", "key_norm")):
-                yield same(f"{attention}{part}_layernorm.weight", f"{theirs}{names[name]}.weight", self.width)
+            for part, name, count in (("q", "query_norm", self.heads), ("k", "key_norm", self.key_heads)):
+                size = self.width * (count if self.norm_over_heads else 1)
+                yield same(f"{attention}{part}_layernorm.weight", f"{theirs}{names[name]}.weight", size)
         if self.sinks:
             yield same(f"{attention}core_attention.softmax_offset", f"{theirs}{names['sinks']}", self.heads)
