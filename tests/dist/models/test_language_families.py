@@ -189,7 +189,7 @@ def _exported(weights: WeightMap, whole: dict[str, np.ndarray]) -> dict[str, np.
     return {name: value.swapaxes(1, 2) if name in turned else value for name, value in theirs.items()}
 
 
-def compute(cfg, folder: Path, names: list[str]) -> dict[str, dict]:
+def compute(cfg, folder: Path, names: list[str], device_type: str = "cpu") -> dict[str, dict]:
     """On a rank: logits, loss, parameters and gradients of each model."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -197,8 +197,8 @@ def compute(cfg, folder: Path, names: list[str]) -> dict[str, dict]:
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
 
-    device = devices.install("cpu")
-    devices.init_process_group("cpu", 1.0)
+    device = devices.install(device_type)
+    devices.init_process_group(device_type, 1.0)
     groups = build_groups(resolve(cfg).layout)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
     return {name: _compute(cfg, groups, folder / name, device) for name in names}
@@ -213,6 +213,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     from mimo_train.models.build import build_model
     from mimo_train.models.parameters import global_names, router_biases
     from mimo_train.parallel.context import own_part
+    from mimo_train.parallel.device import to_device
     from mimo_train.training.step.forward_step import record_losses
     from mimo_train.training.step.losses import StepLosses, divide_gradients, masked_token_loss
     from mimo_train.training.step.pipeline import Pipeline
@@ -233,8 +234,11 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     cuts = {name: _cut(value, groups, "language") for name, value in parameters.items()}
     ids = torch.from_numpy(tokens())
     batches = [
-        {"input_ids": part[:, :-1], "labels": part[:, 1:], "loss_mask": torch.ones(len(part), SEQUENCE)}
-        | {"position_ids": torch.arange(SEQUENCE).expand(len(part), -1)}
+        to_device(
+            {"input_ids": part[:, :-1], "labels": part[:, 1:], "loss_mask": torch.ones(len(part), SEQUENCE)}
+            | {"position_ids": torch.arange(SEQUENCE).expand(len(part), -1)},
+            device,
+        )
         for part in ids.split(2)
     ]
 
@@ -262,19 +266,24 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
         cfg, "language", PADDED, tp=layout.tp, stage=language.pp.rank(), stages=language.pp.size()
     )
     parameters_and_gradients = {
-        name: {"weight": value.detach().clone().numpy(), "gradient": value.main_grad.clone().numpy()}
+        name: {"weight": value.numpy(force=True).copy(), "gradient": value.main_grad.numpy(force=True).copy()}
         | {"dim": cuts[name].dim if cuts[name].ranks > 1 else None, "sections": cuts[name].sections}
         for name, value in parameters.items()
     }
     parameters_and_gradients |= {
-        name: {"weight": value.clone().numpy(), "gradient": np.zeros(len(value)), "dim": None, "sections": (1,)}
+        name: {
+            "weight": value.numpy(force=True).copy(),
+            "gradient": np.zeros(len(value)),
+            "dim": None,
+            "sections": (1,),
+        }
         for name, value in biases.items()
     }
     return {
         "row": _row(chunk, language.cp) if language.pp.size() == 1 else None,
         "continued": _continued(pipeline) if layout.tp * layout.cp * layout.pp == 1 else None,
         "tp": language.tp.rank(),
-        "logits": torch.cat(logits).detach().numpy() if logits else None,
+        "logits": torch.cat(logits).numpy(force=True) if logits else None,
         "states": states.found,
         "loss": None if total is None else (total / count).item(),
         "tokens": None if count is None else count.item(),
@@ -290,6 +299,7 @@ def _row(chunk, cp_group) -> tuple[np.ndarray, np.ndarray]:
 
     from mimo_train.models.documents import Documents
     from mimo_train.parallel.context import own_part
+    from mimo_train.parallel.device import to_device
 
     ids = torch.from_numpy(tokens())
     row = {
@@ -299,8 +309,9 @@ def _row(chunk, cp_group) -> tuple[np.ndarray, np.ndarray]:
     documents = Documents(np.cumsum(DOCUMENTS).tolist(), cp_group.size())
     places = own_part({"places": torch.arange(documents.tokens)[None]}, cp_group)["places"]
     with torch.no_grad():
-        logits = chunk(**own_part(row, cp_group), attention_mask=None, packed_seq_params=documents)
-    return places[0].numpy(), logits[0].numpy()
+        row = to_device(own_part(row, cp_group), next(chunk.parameters()).device)
+        logits = chunk(**row, attention_mask=None, packed_seq_params=documents)
+    return places[0].numpy(), logits[0].numpy(force=True)
 
 
 def _continued(pipeline) -> np.ndarray:
@@ -312,7 +323,7 @@ def _continued(pipeline) -> np.ndarray:
 
     ids, decoder = tokens()[0, :SEQUENCE].tolist(), Decoder(pipeline)
     logits = [decoder.begin(Prompt(ids[:PROMPT], {}, {}), SEQUENCE)]
-    return torch.stack([*logits, *(decoder.step(token) for token in ids[PROMPT:])]).numpy()
+    return torch.stack([*logits, *(decoder.step(token) for token in ids[PROMPT:])]).numpy(force=True)
 
 
 class _States:
@@ -348,6 +359,6 @@ class _States:
                 torch.distributed.all_gather(parts, state.contiguous(), group=self._group)
                 state = torch.cat(parts)
             before = [self.found[number]] if number in self.found else []
-            self.found[number] = np.concatenate([*before, state.transpose(0, 1).numpy()])
+            self.found[number] = np.concatenate([*before, state.transpose(0, 1).numpy(force=True)])
 
         return note
