@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from benchmarks.gpu_check.work import require
 
-NEEDED = ("torch", "megatron-core", "hydra-core", "webdataset")
+NEEDED = ("torch", "megatron-core", "hydra-core")
 FIXED = (
     "data.demo=",
     "data.validation_shards=",

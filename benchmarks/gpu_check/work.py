@@ -17,7 +17,6 @@ NEEDS = {
     "torch": "torch",
     "megatron-core": "megatron.core",
     "hydra-core": "hydra",
-    "webdataset": "webdataset",
     "scikit-learn": "sklearn",
     "transformer-engine": "transformer_engine",
     "pytest": "pytest",

@@ -6,7 +6,7 @@ misses it in reshardable checkpoints, and :1032 makes all parameters share one t
 an int in the param group, none of the special cases applies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
@@ -92,9 +92,11 @@ class GroupStepAdamW(torch.optim.Optimizer):
             )
 
 
-def install() -> None:
-    """Make `GroupStepAdamW` Megatron-Core's Adam if neither Transformer Engine nor Apex is installed."""
-    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+def install(model: Sequence[torch.nn.Module]) -> None:
+    """Make `GroupStepAdamW` Megatron-Core's Adam if neither Transformer Engine nor Apex is installed, or `model` is on
+    the CPU, where theirs do not run."""
+    on_cpu = any(parameter.is_cpu for chunk in model for parameter in chunk.parameters())
+    if not (megatron_optimizer.USING_PYTORCH_OPTIMIZER or on_cpu):
         return
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     megatron_optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW

@@ -35,7 +35,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
     Raises:
         UserError: an entry of `modules.NAME.freeze_until` matches no parameter.
     """
-    adam.install()
+    adam.install(model)
     local_modules = modules_of(model)
     infos: dict[str, ModuleOptimizerInfo] = {}
     clip_grads: dict[str, float | None] = {}

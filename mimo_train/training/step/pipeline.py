@@ -34,6 +34,7 @@ from mimo_train.layout.kernels import has_fp8
 from mimo_train.layout.run import Run
 from mimo_train.logging.rank_log import show
 from mimo_train.logging.stopwatch import Stopwatch
+from mimo_train.models.blocks.delta.module import DeltaNet, why_torch
 from mimo_train.models.build import build_model
 from mimo_train.models.fp8 import renew_copies
 from mimo_train.models.heads import ModelHook
@@ -250,6 +251,9 @@ def build_parts(
         pre_wrap_hook=pre_wrap_hook,
         undrawn=undrawn,
     )
+    has_delta = any(isinstance(part, DeltaNet) for chunk in model for part in chunk.modules())
+    if kind == "cuda" and has_delta and dist.get_rank() == 0 and why_torch():
+        show(f"torch computes Gated DeltaNet, which is slower: {why_torch()}")
     _seed(cfg, groups)
     stopwatch = Stopwatch(cuda=kind == "cuda")
     return Parts(tokenizer, Pipeline(run, groups, model, device, stopwatch), stopwatch)

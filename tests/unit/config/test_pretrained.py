@@ -173,13 +173,11 @@ def test_of_a_gemma_3_with_images_the_language_model_is_read(llama):
 def test_an_adapter_whose_model_is_not_here_is_named(llama, tmp_path):
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({"base_model_name_or_path": "org/name"}))
-    with pytest.raises(
-        UserError,
-        match=f"^CHECKPOINT: {tmp_path} holds an adapter of PEFT for 'org/name': there is no folder org/name, and",
-    ):
+    adapter = f"^CHECKPOINT: {tmp_path} holds an adapter of PEFT for"
+    with pytest.raises(UserError, match=f"{adapter} 'org/name': there is no folder org/name, and"):
         config_of_directory(tmp_path)
     config.write_text(json.dumps({"base_model_name_or_path": "./name"}))
-    with pytest.raises(UserError, match=f"^CHECKPOINT: {tmp_path} holds an adapter of PEFT for './name', which is no"):
+    with pytest.raises(UserError, match=f"{adapter} './name', which is no"):
         config_of_directory(tmp_path)
     config.write_text("{")
     with pytest.raises(UserError, match=f"^CHECKPOINT: {config} is damaged"):

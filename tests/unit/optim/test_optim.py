@@ -14,6 +14,7 @@ from mimo_train.bridge.training.train import (
 )
 from mimo_train.layout.run import config_faults
 from mimo_train.models.freeze import FreezeStages
+from mimo_train.optim import adam
 from mimo_train.optim.adam import GroupStepAdamW
 from mimo_train.optim.factory import _grad_scaler
 from mimo_train.optim.schedules import ModuleSchedulers, module_optim
@@ -34,6 +35,22 @@ def test_a_module_takes_what_it_sets_and_the_rest_from_the_run():
     assert (images.lr, images.decay, images.beta2, images.clip_grad) == (0.0, "linear", 0.9, cfg.optim.clip_grad)
     assert language == cfg.optim
     assert cfg.optim.lr == 1e-3
+
+
+@pytest.mark.parametrize(("device", "ours"), [("cpu", True), ("meta", False)])
+def test_the_adam_of_another_library_is_not_used_on_the_cpu(monkeypatch, device, ours):
+    """Transformer Engine's reads tensors of a GPU only."""
+    theirs = object()
+    for module, name, value in (
+        (adam.megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        (adam.megatron_optimizer, "Adam", theirs),
+        (adam.distrib_optimizer, "Adam", theirs),
+        (adam.distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        (adam.distrib_optimizer, "USING_APEX_OPTIMIZER", True),
+    ):
+        monkeypatch.setattr(module, name, value)
+    adam.install([torch.nn.Linear(2, 2, device=device)])
+    assert adam.megatron_optimizer.Adam is adam.distrib_optimizer.Adam is (GroupStepAdamW if ours else theirs)
 
 
 def schedulers(values: dict) -> ModuleSchedulers:

@@ -6,16 +6,19 @@ common.py:134). Its forward pass has no cache, and takes documents only if each 
 
 The rule: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464, section 3. The state of a head decays, forgets
 what it holds for the token's key, and stores the token's value: S_t = a_t (S_{t-1} - b_t k_t k_t^T S_{t-1}) + b_t k_t
-v_t^T; the output is S_t^T q_t. On a GPU the kernels of `fla` that Megatron-Core finds compute it. Elsewhere torch
-computes chunks of tokens at once, as in section 3.3: inside a chunk, what tokens forget of each other solves a
-triangular system.
+v_t^T; the output is S_t^T q_t. On a GPU the kernels of `fla` that Megatron-Core finds compute it where their gradients
+are right. Elsewhere torch computes chunks of tokens at once, as in section 3.3: inside a chunk, what tokens forget of
+each other solves a triangular system.
 
 Shape suffixes: S sequence, B batch, C channels, K kernel, N heads, D head dimension, P positions of this
 context-parallel rank.
 """
 
 import copy
+import functools
 from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +31,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging import version
 
 from encoders.initial_weights import fill, next_seed
 from mimo_train.models.blocks.delta.spec import CHUNK
@@ -195,22 +199,31 @@ class DeltaNet(GatedDeltaNet):
 
 def convolve(inputs_BSC: torch.Tensor, weight_CK: torch.Tensor, documents: Documents | None) -> torch.Tensor:
     """Return [B, S, C], each channel convolved causally inside its document, after SiLU."""
-    if _has_kernels(inputs_BSC):
+    if inputs_BSC.is_cuda and common.causal_conv1d is not None:
         return common.causal_conv1d(inputs_BSC, weight_CK, None, activation="silu", **_ends(documents, inputs_BSC))[0]
     return _by_document(lambda rows: torch_convolution(rows, weight_CK), (inputs_BSC,), documents)
 
 
 def apply_rule(heads: Heads, documents: Documents | None) -> torch.Tensor:
     """Return the outputs of the rule inside documents, [B, S, heads, value size], with normed queries and keys."""
-    if _has_kernels(heads[0]):
+    if heads[0].is_cuda and not why_torch():
         query, key, value, decay, beta = heads
         options = {"use_qk_l2norm_in_kernel": True, **_ends(documents, query)}
         return common.chunk_gated_delta_rule(query, key, value, g=decay, beta=beta, **options)[0]
     return _by_document(lambda *parts: torch_rule(*parts)[0], heads, documents)
 
 
-def _has_kernels(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and common.chunk_gated_delta_rule is not None
+@functools.cache
+def why_torch() -> str:
+    """Return why torch computes the rule on this process's GPU, or "" if the kernels of `fla` do."""
+    if common.chunk_gated_delta_rule is None:
+        return "flash-linear-attention is not installed, or has no kernels for it here"
+    # Issue 640 of fla-org/flash-linear-attention; fla 0.6.0 refuses these gradients (ops/common/chunk_o.py:727).
+    triton = version.parse(metadata.version("triton"))
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    if is_hopper and version.parse("3.4") <= triton < version.parse("3.7.1") and find_spec("tilelang") is None:
+        return f"gradients by its kernels are wrong on Hopper with Triton {triton}: install tilelang"
+    return ""
 
 
 def _ends(documents: Documents | None, like: torch.Tensor) -> dict[str, Any]:
