@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import webdataset
 from PIL import Image
 
 from data.text.tokens import Tokenizer
@@ -23,6 +22,8 @@ Step = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
 def read_steps(shards: Path, samples: int, tokenizer: Tokenizer, length: int) -> Iterator[Step]:
     """Steps of `samples` samples of `shards`, again and again; longer texts are cut to `length` ids."""
+    import webdataset  # only the extra `dev` has it
+
     while True:
         of_step: list[dict[str, Any]] = []
         for sample in webdataset.WebDataset(sorted(map(str, shards.glob("*.tar"))), shardshuffle=False).decode("pil"):

@@ -6,6 +6,7 @@ layer seeds the CPU generator, and every weight takes its seed from it (`initial
 one.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -93,6 +94,13 @@ def use_transformer_engine(kind: str) -> bool:
             "repair it, or uninstall it, and layers are torch's"
         ) from error
     return True
+
+
+def attends_unfused() -> bool:
+    """Return True if the last attention of Transformer Engine (2.20.2) had no fused kernel: slow, with all scores in
+    memory."""
+    module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+    return module is not None and bool(module._attention_backends["use_unfused_attention"])
 
 
 _MODULES: dict[str, Callable[[TransformerConfig, bool], BlockModule]] = {

@@ -15,6 +15,7 @@ from mimo_train.layout.kernels import has_fp8
 from mimo_train.logging.runtime import report_runtime, report_throughput
 from mimo_train.logging.stopwatch import INTERVALS, Busiest, StragglerTimer, time_split
 from mimo_train.logging.throughput import imbalance, peak_tflops, utilisation
+from mimo_train.models.layers import attends_unfused
 from mimo_train.models.parameter_norms import grad_l2_norms, params_l2_norm
 from mimo_train.parallel import device as devices
 from mimo_train.training.callbacks import Callbacks
@@ -31,6 +32,11 @@ from mimo_train.training.interval import (
 from mimo_train.training.setup import Session
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.state import StepResult
+
+_UNFUSED = (
+    "attention: Transformer Engine has no fused kernel for it here and keeps all scores, which costs time and memory: "
+    "install flash-attn; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints the reason"
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,8 @@ class StepLog:
         `train.skip_iters` only counts its bad samples."""
         is_empty = self._counts.note(data, result.tokens)
         if result.tokens is not None:
+            if not self._history and self._state.cfg.train.precision != "fp32" and attends_unfused():
+                self._state.console.message(_UNFUSED)
             self._history.append(time.perf_counter() - self._started)
             del self._history[: -self._state.cfg.log.throughput_window - 1]
             self.note(data, self._history[-1], result)

@@ -148,3 +148,26 @@ def test_the_page_names_the_keys_that_are_logged_and_no_others(digits, tmp_path)
     assert len(keys) > 40
     assert [key for key, pattern in keys.items() if not any(map(pattern.fullmatch, written))] == []
     assert [key for key in written if not any(pattern.fullmatch(key) for pattern in keys.values())] == []
+
+
+@pytest.mark.parametrize(("precision", "unfused", "named"), [("bf16", True, 1), ("bf16", False, 0), ("fp32", True, 0)])
+def test_attention_without_a_fused_kernel_is_named_once(precision, unfused, named, prose, tmp_path):
+    cfg = config("gpt_tiny", tmp_path, prose, "layout=language_one", "train.iters=2", f"train.precision={precision}")
+    (printed,) = run_ranks(_printed, 1, cfg, unfused)
+    assert printed.count("attention: Transformer Engine has no fused kernel") == named
+
+
+def _printed(cfg, unfused: bool) -> str:
+    """On a rank: what a run prints where Transformer Engine's attention has chosen its kernels."""
+    import contextlib
+    import io
+    import sys
+    from types import SimpleNamespace
+
+    from mimo_train.training.pretrain import pretrain
+
+    name = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    sys.modules[name] = SimpleNamespace(_attention_backends={"use_unfused_attention": unfused})
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert pretrain(cfg) == 0
+    return printed.getvalue()
