@@ -45,6 +45,9 @@ OPTIONS = {
     "bias": "biases of all linear layers",
     "attention_sinks": "attention sinks",
     "glu_offset": "an offset next to the gate",
+    "normalization": "`LayerNorm`",
+    "norm_bias": "no biases of norms",
+    "parallel_block": "attention and feed-forward block behind one norm",
     "pre_norms": "no norms before attention and feed-forward block",
     "qk_norm_over_heads": "over all heads",
 }

@@ -70,7 +70,7 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
             self.mixer(number),
             self.experts() if self.has_experts(number) else self.mlp(),
             norm_vectors=self.norm_vectors,
-            pre_norms=self.pre_norms,
+            pre_norms=1 if self.parallel_block else 2 * self.pre_norms,
             post_norms=self.post_norms,
             dropout=self.dropout > 0,
         )
@@ -92,6 +92,11 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
             )
         if not (self.pre_norms or self.post_norms):
             yield Fault(f"{prefix}.pre_norms", f"is false, and {prefix}.post_norms too. Set one of them")
+        if self.parallel_block and (self.post_norms or not self.pre_norms):
+            other = "post_norms" if self.post_norms else "pre_norms"
+            yield Fault(f"{prefix}.parallel_block", f"is not supported with {prefix}.{other}={getattr(self, other)}")
+        if not self.norm_bias and self.normalization != "LayerNorm":
+            yield Fault(f"{prefix}.norm_bias", f"requires LayerNorm, but {prefix}.normalization is RMSNorm. Remove it")
         for name, other in (("embedding_multiplier", "scale_embeddings"), ("logit_divisor", "logit_softcap")):
             if getattr(self, name) != 1 and getattr(self, other):
                 yield Fault(

@@ -133,7 +133,8 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     share = Share(
         tokens, size, tp=sizes.tp, sp=sizes.sp, cp=sizes.cp, etp=sizes.etp, frozen=frozen,
         plain=_is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout) and llm.residual_multiplier == 1
-        and not (llm.post_norms or llm.rope_interleaved or llm.activation_clamp or llm.glu_offset),
+        and not (llm.post_norms or llm.rope_interleaved or llm.activation_clamp or llm.glu_offset
+                 or llm.parallel_block),
         whole_rows=_copies_heads(cfg),
     )  # fmt: skip
     scores = max(layer.mixer.scores(length, samples, sizes.tp, sizes.cp) for layer in layers)

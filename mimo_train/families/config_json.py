@@ -88,6 +88,8 @@ def language_keys(config: Config) -> Keys:
 
 USUAL: Keys = {
     "zero_centered_norms": False,
+    "norm_bias": True,
+    "parallel_block": False,
     "pre_norms": True,
     "post_norms": False,
     "bias": False,

@@ -5,6 +5,7 @@ from importlib.metadata import entry_points
 
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.families.base import Family, fault
+from mimo_train.families.cohere import COHERE2
 from mimo_train.families.deepseek import DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, HY_V3, KIMI_K2
 from mimo_train.families.ernie4_5 import ERNIE4_5
 from mimo_train.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         OLMO2,
         OLMO3,
+        COHERE2,
     )
 }
 """The families of this package. An export of a model made here is of the first that supports it."""

@@ -40,6 +40,8 @@ def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
     if name == LANGUAGE and cfg.bidirectional:
         return f"modules.{name} has tokens that see each other, whose mask requires torch's layers"
     if module.llm is not None:
+        if module.llm.torch_norms:
+            return f"modules.{name}.llm.{module.llm.torch_norms} requires torch's layers"
         blocks = (block for layer in module.llm.layers() for block in layer.blocks)
         because = (block.needs_torch(module.layout.cp) for block in blocks)
         return next((f"modules.{name}.{reason}" for reason in because if reason), "")
@@ -202,7 +204,7 @@ def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
             return f"{key}.llm.residual_multiplier={llm.residual_multiplier:g}"
         names = (
             *("num_experts", "kv_lora_rank", "dropout", "post_norms", "rope_interleaved"),
-            *("activation_clamp", "glu_offset"),
+            *("activation_clamp", "glu_offset", "parallel_block"),
         )
         return next((f"{key}.llm.{name}={value}" for name in names if (value := getattr(llm, name))), "")
     if isinstance(module.encoder, PlainSpec):

@@ -338,7 +338,7 @@ class SinkAttention(CutOverHeads, SdpaAttention):
         key, value = (F.pad(part, (0, 1, 0, 0, 0, 0, 1, 0)) for part in (key_SBND, value_SBND))
         key[0, ..., -1] = 1
         if type(mask) is torch.Tensor:
-            mask = F.pad(mask, (1, 0), value=True)
+            mask = F.pad(mask, (1, 0), value=mask.dtype is torch.bool)  # or 0, which is added
         elif is_causal or mask is not None:
             mask = causal_lower_right(len(query), len(key))
         return super()._attend(query, key, value, mask, False).unflatten(-1, (heads, -1))[..., :-1].flatten(2)

@@ -166,12 +166,13 @@ def _language_specs(
         "scatter_embedding_sequence_parallel": not cfg.encoders,
         "pg_collection": pgs,
     }
+    final_norm = norm_class(te and llm.norm_bias)
     specs = []
     for chunk in range(chunks):
         vp_stage = chunk if chunks > 1 else None
         first, count = (function(config, vp_stage, stage) for function in _LAYERS_OF_CHUNK)
         chunk_params = {
-            "transformer_layer_spec": TransformerBlockSubmodules(layers[first : first + count], norm_class(te)),
+            "transformer_layer_spec": TransformerBlockSubmodules(layers[first : first + count], final_norm),
             "pre_process": stage == 0 and chunk == 0,
             "post_process": stage == last and chunk == chunks - 1,
             "vp_stage": vp_stage,

@@ -59,7 +59,23 @@ class SeededTransformerLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number=layer_number, **kwargs)
         add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
         prepare_layer(self)
-        self._dense = DenseLayer.of(self) if getattr(config, "dense_layers", False) else None
+        self._is_parallel = getattr(config, "parallel_block", False)
+        if self._is_parallel:
+            self._normed: torch.Tensor | None = None
+            self.input_layernorm.register_forward_hook(self._keep_normed)
+        plain = getattr(config, "dense_layers", False) and not self._is_parallel
+        self._dense = DenseLayer.of(self) if plain else None
+
+    def _keep_normed(self, _norm: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
+        self._normed = output
+
+    def _forward_pre_mlp_layernorm(self, hidden_states: torch.Tensor) -> Any:
+        """Return the input of the feed-forward block, as in Megatron-Core, which adds its output to the second of a
+        pair: here the input of attention, and the residual stream with attention."""
+        if not self._is_parallel:
+            return super()._forward_pre_mlp_layernorm(hidden_states)
+        normed, self._normed = self._normed, None
+        return normed, hidden_states
 
     def forward(
         self,
@@ -158,13 +174,15 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
     where it supports what the model needs."""
     layers = llm.layers()
     needs_torch = any(block.needs_torch(config.context_parallel_size) for layer in layers for block in layer.blocks)
-    te = te and not config.lora.rank and not needs_torch and not config.bidirectional
+    te = te and not (config.lora.rank or needs_torch or llm.torch_norms or config.bidirectional)
 
     @cache
     def spec(mixer: str, feed_forward: str, takes_features: bool) -> ModuleSpec:
         layer = _joined(_MODULES[mixer](config, te), _MODULES[feed_forward](config, te))
         if not llm.pre_norms:
-            layer = replace(layer, input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp)
+            layer = replace(layer, input_layernorm=IdentityOp)
+        if not llm.pre_norms or llm.parallel_block:
+            layer = replace(layer, pre_mlp_layernorm=IdentityOp)
         if llm.post_norms or llm.residual_multiplier != 1:
             norm = norm_class(te) if llm.post_norms else IdentityOp
             params = {"config": config, "norm": norm, "multiplier": llm.residual_multiplier}

@@ -38,7 +38,8 @@ class TorchNorm:
             norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype, cpu_kernels)
         else:
             norms = _NORMS | {"RMSNorm": kernels.RMSNorm} if cpu_kernels else _NORMS
-            norm = norms[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+            options = {} if getattr(config, "norm_bias", True) else {"bias": False}
+            norm = norms[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, **options)
         for parameter in norm.parameters():
             mark(parameter, sequence_parallel=config.sequence_parallel)
         return norm

@@ -85,6 +85,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         **_expert_sizes(llm, layout.language),
         **_fp8(cfg, LANGUAGE),
     )
+    config.norm_bias, config.parallel_block = llm.norm_bias, llm.parallel_block
     config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
     config.deepstack = max((len(module.encoder.deepstack) for module in cfg.encoders.values()), default=0)
     config.bidirectional = cfg.bidirectional

@@ -70,6 +70,11 @@ REASONS = [
         "packed_seq_params.qkv_format = 'thd'",
     ),
     (
+        "models/layers.py",
+        "transformer.transformer_layer:TransformerLayer._forward_mlp",
+        "pre_mlp_layernorm_output, residual = pre_mlp_layernorm_output",
+    ),
+    (
         "models/blocks/experts/module.py",
         "transformer.mlp:MLP.forward",
         "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)",

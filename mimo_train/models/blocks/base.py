@@ -36,12 +36,16 @@ class LayerKeys(Section):
     """`RMSNorm` or `LayerNorm`."""
     layernorm_epsilon: float = key(1e-5, above=0, below=1)
     """Epsilon of every norm."""
+    norm_bias: bool = True
+    """Norms of `LayerNorm` have biases."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight, head norms too. `RMSNorm` only."""
     pre_norms: bool = True
     """Normalise the inputs of attention and of the feed-forward block. `false` requires `post_norms`."""
     post_norms: bool = False
     """Normalise the outputs of attention and of the feed-forward block before adding them."""
+    parallel_block: bool = False
+    """The feed-forward block reads what attention reads, behind one norm for both."""
     residual_multiplier: float = key(1.0, above=0)
     """Multiply the outputs of attention and of the feed-forward block before adding them."""
     bias: bool = False
@@ -54,7 +58,14 @@ class LayerKeys(Section):
     @property
     def norm_vectors(self) -> int:
         """Number of vectors of parameters of a norm."""
-        return 2 if self.normalization == "LayerNorm" else 1
+        return 2 if self.normalization == "LayerNorm" and self.norm_bias else 1
+
+    @property
+    def torch_norms(self) -> str:
+        """Key of norms that Transformer Engine does not have; empty: none."""
+        if self.normalization == "LayerNorm" and not self.norm_bias:
+            return "norm_bias=false"
+        return "parallel_block" if self.parallel_block else "" if self.pre_norms else "pre_norms=false"
 
 
 @dataclass(frozen=True)
@@ -224,8 +235,8 @@ class Layer:
     feed_forward: Block
     norm_vectors: int = 1
     """Vectors of parameters of a norm."""
-    pre_norms: bool = True
-    """True with a norm in front of each block."""
+    pre_norms: int = 2
+    """Norms in front of the blocks: one of each, one of both, or none."""
     post_norms: bool = False
     """True with a norm behind each block."""
     scaled: bool = False
@@ -240,7 +251,7 @@ class Layer:
     def parameters(self, tp: int = 1) -> int:
         """Return the parameters on one rank, without experts. Norms are on every rank."""
         split, replicated = (sum(counts) for counts in zip(*(block.parameters() for block in self.blocks), strict=True))
-        norms = 2 * (self.pre_norms + self.post_norms) * self.hidden * self.norm_vectors
+        norms = (self.pre_norms + 2 * self.post_norms) * self.hidden * self.norm_vectors
         return split // tp + replicated + norms
 
     def matmuls(self, layer: str, tokens: float, pairs: float | None = None) -> Iterator[Matmul]:
@@ -254,13 +265,13 @@ class Layer:
         In full on each tensor-parallel rank: the inputs of the two norms and of the linear layers behind them (4 h),
         the inputs of the learned scales of the two branches (2 h, if any), and their dropout masks (1 byte each per h).
         Norms behind the blocks keep their inputs (2 h in full); without norms in front, linear layers share their input
-        with the residual stream (2 h less). The rest is the blocks', divided by t. Sequence
-        parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate and no rotation this is the
-        paper's s b h (10 + 24 / t), without its 5 a s / (h t) of stored attention scores; with sequence parallel 34 s b
-        h / t.
+        with the residual stream (2 h less), behind one norm for both with each other (the same). The rest is the
+        blocks', divided by t. Sequence parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate
+        and no rotation this is the paper's s b h (10 + 24 / t), without its 5 a s / (h t) of stored attention scores;
+        with sequence parallel 34 s b h / t.
         """
-        inputs = (2 if self.post_norms else 0) + (2 if share.frozen else 4) + (2 if self.scaled else 0)
-        inputs -= 0 if self.pre_norms else 2
+        inputs = (2 if self.post_norms else 0) + (2 if self.scaled else 0)
+        inputs += self.pre_norms if share.frozen else 2 * max(self.pre_norms, 1)
         replicated = inputs * self.hidden * share.size + (2 * self.hidden if self.dropout else 0)
         split, others = (sum(counts) for counts in zip(*(block.kept(share) for block in self.blocks), strict=True))
         tokens, tp = share.tokens, share.tp

@@ -18,7 +18,7 @@ COMMON = {
 }  # fmt: skip
 FAMILIES: dict[str, dict] = {
     "llama": {"tie_word_embeddings": True},
-    "cohere2": {},
+    "cohere": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "llama4_text": {"intermediate_size_mlp": 64, "num_local_experts": 4, "moe_layers": [1], "no_rope_layers": [1, 0]},
@@ -192,7 +192,7 @@ def _all_plain(models: Path, batches: dict, cfgs: dict) -> dict:
 
 LARGE_STEPS = ("train.iters=2", "optim.warmup_iters=0", "optim.eps=1e-8", "optim.lr=0.05")
 ADAPTED = {
-    "cohere2": (
+    "cohere": (
         "modules.language.lora.targets=[q_proj,'model.model.layers.1.mlp.*']",
         "modules.language.lora.dora=true",
     ),
@@ -213,7 +213,7 @@ def test_adapters_are_those_of_peft(prose, models, tmp_path):
     again = {}
     for kind, (paths, gap, changed) in left.items():
         assert gap < BOUND < changed, kind
-        assert len(paths) == (5 if kind == "cohere2" else 2), paths
+        assert len(paths) == (5 if kind == "cohere" else 2), paths
         start = f"modules.language.lora.adapter={tmp_path / 'out' / kind}"
         still = ("train.iters=2", "optim.lr=0", "optim.min_lr=0")
         again[kind] = run_of("gpt_tiny", tmp_path / f"{kind}_2", prose, models / kind, start, *still)
@@ -287,9 +287,9 @@ def test_further_rows_are_drawn_alike_on_every_rank(prose, models, tmp_path):
         "optim.lr=0",
         "optim.min_lr=0",
     )
-    cfg = run_of("gpt_tiny", tmp_path / "run", prose, models / "cohere2", *more)
+    cfg = run_of("gpt_tiny", tmp_path / "run", prose, models / "cohere", *more)
     first, second = run_ranks(_table, 2, cfg)
-    stored = tensors(models / "cohere2")["model.embed_tokens.weight"].numpy()
+    stored = tensors(models / "cohere")["model.embed_tokens.weight"].numpy()
     assert first.shape == (320, 32) and (first == second).all() and (first[:300] == stored).all()
     assert 0.01 < first[300:].std() < 0.03
     ((code, said),) = run_ranks(command, 1, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")])
@@ -452,7 +452,7 @@ def test_rejected_by_name(prose, models, tmp_path):
     }
     for override, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            resolve(run_of("gpt_tiny", tmp_path, prose, models / "cohere2", override))
+            resolve(run_of("gpt_tiny", tmp_path, prose, models / "cohere", override))
     damaged = tmp_path / "quantised"
     damaged.mkdir()
     config = json.loads((models / "lfm2" / "config.json").read_text())

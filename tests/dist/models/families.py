@@ -274,6 +274,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     },
+    "cohere2": {
+        "model_type": "cohere2",
+        "head_dim": 8,
+        "logit_scale": 0.3,
+        "sliding_window": 6,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "hy_v3, a dense layer": {
         "model_type": "hy_v3",
         "mlp_layer_types": ["sparse", "dense", "sparse"],

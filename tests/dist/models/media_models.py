@@ -201,10 +201,10 @@ OMNI = {
 """Tokens of the processor of Qwen-Omni."""
 ADDED = {"gemma3": 1.0, "paligemma": 0.5}
 """What norms of the language model have besides."""
-AS_IS = "internvl of cohere2"
+AS_IS = "internvl of cohere"
 """Its language model has no native family."""
 MODELS = {
-    AS_IS: partial(_internvl, text="cohere2"),
+    AS_IS: partial(_internvl, text="cohere"),
     "internvl": _internvl,
     "mistral3": _mistral3,
     "idefics3": _idefics3,

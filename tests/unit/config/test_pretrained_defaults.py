@@ -73,6 +73,7 @@ ODD = {
     | {"partial_rotary_factor": 0.2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 5]}},
     "gpt_oss": EXPERTS | {"num_local_experts": 5, "swiglu_limit": 3.0, "rope_theta": 150000.0},
     "olmo3": {"rope_theta": 5e5},
+    "cohere2": {"logit_scale": 0.7, "layer_norm_eps": 1e-3, "sliding_window_pattern": 2},
     "phi3": {"partial_rotary_factor": 0.6},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},

@@ -100,6 +100,14 @@ def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
             | {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}},
             {"full_attention_layers": [3], "window": 4096, "rope_base": 5e5, "local_rope_base": 5e5},
         ),
+        (
+            {"model_type": "cohere2", "num_hidden_layers": 5, "layer_norm_eps": 1e-3, "logit_scale": 0.25},
+            {"no_rope_layers": [3], "logit_divisor": 4.0, "layernorm_epsilon": 1e-3, "norm_bias": False},
+        ),
+        (
+            {"model_type": "cohere2", "num_hidden_layers": 3, "sliding_window": None},
+            {"no_rope_layers": [0, 1, 2], "window": 0, "parallel_block": True, "normalization": "LayerNorm"},
+        ),
         ({"model_type": "phi3"}, {"partial_rotary_factor": 1.0, "layernorm_epsilon": 1e-5, "head_size": 96}),
         (
             {"model_type": "gemma", "hidden_act": "gelu"},
@@ -190,6 +198,7 @@ def test_a_key_of_its_class_alone_counts():
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: a number above 0 is needed"),
         ({"model_type": "granite", "attention_multiplier": None}, "attention_multiplier is None"),
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ({"model_type": "cohere2", "logit_scale": 0}, "logit_scale is 0: a number above 0 is needed"),
         ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias is False"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}}, "quant_method is 'fp8'"),
@@ -243,6 +252,7 @@ SPEC = LlmSpec(num_layers=2, hidden_size=48, num_attention_heads=6, ffn_hidden_s
 SPEC = dataclasses.replace(SPEC, max_positions=64)
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 OSS = {"num_experts": 4, "bias": True, "attention_sinks": True, "activation_clamp": 3.0}
+COHERE = {"normalization": "LayerNorm", "norm_bias": False, "parallel_block": True, "rope_interleaved": True}
 SIGMOID = {"router_score_function": "sigmoid"}
 
 
@@ -266,6 +276,8 @@ SIGMOID = {"router_score_function": "sigmoid"}
         ({**OSS, "activation": "quick_geglu", "glu_offset": 1.0}, ["gpt_oss"]),
         ({**OSS, "activation": "quick_geglu"}, []),
         ({"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over_heads": True}, ["olmo2"]),
+        ({**COHERE, "window": 8, "no_rope_layers": [1], "full_attention_layers": [1]}, ["cohere2"]),
+        ({**COHERE, "window": 8, "no_rope_layers": [0], "full_attention_layers": [1]}, []),
         ({"bias": True, "activation": "gelu"}, []),
         ({"normalization": "LayerNorm"}, []),
         ({"position": "learned"}, []),
@@ -326,6 +338,8 @@ def test_what_a_family_has_no_place_for_is_named():
         ({"rope_interleaved": True, "position": "learned"}, "rope_interleaved"),
         ({"attention_sinks": True, "attention_softcap": 2.0}, "attention_sinks"),
         ({"pre_norms": False}, "pre_norms"),
+        ({"norm_bias": False}, "norm_bias"),
+        ({"parallel_block": True, "post_norms": True}, "parallel_block"),
         ({"qk_norm_over_heads": True}, "qk_norm_over_heads"),
         ({"qk_norm_over_heads": True, "qk_norm": True, "zero_centered_norms": True}, "qk_norm_over_heads"),
         ({"activation": "gelu", "activation_clamp": 2.0}, "activation_clamp"),

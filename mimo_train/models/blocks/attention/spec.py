@@ -73,7 +73,6 @@ class AttentionKeys(RotaryKeys):
             rope=self.position == "rope" and layer not in self.no_rope_layers,
             head_norm_vectors=self.norm_vectors if self.qk_norm else 0,
             norm_over_heads=self.qk_norm_over_heads,
-            pre_norm=self.pre_norms,
             qkv_bias=self.bias or self.qkv_bias,
             proj_bias=self.bias or self.proj_bias,
             softcap=self.attention_softcap,
@@ -143,7 +142,6 @@ class Attention(Block):
     """Vectors of parameters of the norms of queries and of keys; 0: no norms."""
     norm_over_heads: bool = False
     """True if one norm has the heads of all queries, another those of all keys."""
-    pre_norm: bool = True
     qkv_bias: bool = False
     proj_bias: bool = False
     softcap: float = 0.0
@@ -227,8 +225,6 @@ class Attention(Block):
             return f"llm.attention_{'softcap' if self.softcap else 'sinks'} requires torch's attention"
         if self.norm_over_heads:
             return "llm.qk_norm_over_heads requires torch's layers"
-        if not self.pre_norm:
-            return "llm.pre_norms=false requires torch's layers"
         if self.window and cp > 1:
             return f"llm.window with layout.cp {cp} requires torch's attention"
         return ""
