@@ -85,10 +85,12 @@ class Family:
     """`model_type` in config.json."""
     architecture: str
     """Class of `transformers` with the output layer; empty: none of its own, a part of larger models."""
-    defaults: Config
-    """Defaults of keys that config.json may lack, as in the class of `transformers` 5.23."""
     spellings: tuple[Spelling, ...]
     """Of the keys that not all families have, in order."""
+    defaults: Config = field(default_factory=dict)
+    """Defaults of keys that config.json may lack and its class computes: all others are read in the class."""
+    config_type: str = ""
+    """`model_type` whose class has the defaults, if it has none of its own."""
     names: Names = field(default_factory=lambda: NAMES)
     """Names of the tensors of a layer."""
     always: Keys = field(default_factory=dict)

@@ -1,12 +1,15 @@
 """config.json of a language model <-> `LlmSpec`, for the families of `mimo_train.families`.
 
-A missing key has the default of its class in transformers 5.23. Spellings of versions 4 and 5 are both read and
+A missing key has the default of its class in transformers. Spellings of versions 4 and 5 are both read and
 written. Unsupported values are rejected with the name of the key.
 """
 
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
+from encoders.class_defaults import class_defaults
+from encoders.errors import EncoderError
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 from mimo_train.config.parts import LANGUAGE
@@ -33,6 +36,10 @@ _NUMBERS = {
     float: ("rms_norm_eps", "initializer_range"),
 }
 """Keys by the type of their values."""
+_DEFAULTS: Keys = {"tie_word_embeddings": False, "initializer_range": 0.02, "hidden_act": "silu"} | dict.fromkeys(
+    ("head_dim", "num_key_value_heads")
+)
+"""Defaults of keys that some classes lack, or do not declare as plain values."""
 _MAY_BE_NULL = ("head_dim", "num_key_value_heads")
 
 
@@ -45,10 +52,10 @@ def language_keys(config: Config) -> Keys:
     family = family_of(config.get("model_type"))
     config = _with_defaults(family, config)
     faults = [
-        fault(name, config[name], f"a {'whole number' if kind is int else 'number'} is needed")
+        fault(name, config.get(name), f"a {'whole number' if kind is int else 'number'} is needed")
         for kind, names in _NUMBERS.items()
         for name in names
-        if type(config[name]) not in (int, kind) and not (config[name] is None and name in _MAY_BE_NULL)
+        if type(config.get(name)) not in (int, kind) and not (config.get(name) is None and name in _MAY_BE_NULL)
     ]
     if faults:
         raise ConfigError(faults)
@@ -193,11 +200,15 @@ def model_types(spec: LlmSpec) -> list[str]:
 
 def _with_defaults(family: Family, config: Config) -> dict[str, Any]:
     """Return the config with the defaults of its class, in one spelling."""
+    defaults = dict(_DEFAULTS)
+    with suppress(EncoderError):  # a family of a user may have no class
+        defaults |= class_defaults(family.config_type or family.type)
     plain = {name: value for name, value in config.items() if name not in family.ignored}
     for alias, name in family.aliases.items():
-        if alias in plain:
-            plain.setdefault(name, plain[alias])
-    return {**family.defaults, **plain}
+        for values in (defaults, plain):
+            if alias in values:
+                values.setdefault(name, values[alias])
+    return {**defaults, **family.defaults, **plain}
 
 
 def _require_same(spec: LlmSpec, config: Config) -> None:

@@ -8,8 +8,8 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import NAMES, Config, Family, Keys, Spelling, fault
 from mimo_train.families.rope import Rope
-from mimo_train.families.sigmoid_experts import CHOICE, DEFAULTS, SigmoidExperts
-from mimo_train.families.usual import ATTENTION_BIAS, DECODER, NEXT_TOKENS
+from mimo_train.families.sigmoid_experts import CHOICE, SigmoidExperts
+from mimo_train.families.usual import ATTENTION_BIAS, NEXT_TOKENS
 from mimo_train.families.windows import Windows, late_layers
 
 
@@ -51,58 +51,17 @@ NEVER = {**CHOICE, **{name: (value,) for name, value in _LATENT_NEVER.items()}}
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    DECODER
-    | DEFAULTS
-    | {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "max_position_embeddings": 4096,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
     (Windows(), Rope(), LatentHeads(), SigmoidExperts(first_dense="first_k_dense_replace")),
     aliases={"num_local_experts": "n_routed_experts"},
     never=NEVER,
     carried=NEXT_TOKENS,
 )
-KIMI_K2 = replace(DEEPSEEK_V3, type="kimi_k2")
+KIMI_K2 = replace(DEEPSEEK_V3, type="kimi_k2", config_type="deepseek_v3")
 """DeepSeek-V3's class by another `model_type`, which directories bring along as code."""
 
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
-    DECODER
-    | DEFAULTS
-    | {
-        "vocab_size": 154880,
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 20,
-        "max_position_embeddings": 202752,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1536,
-        "num_experts_per_tok": 4,
-        "n_routed_experts": 64,
-        "routed_scaling_factor": 1.8,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 768,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-    },
     (Windows(), Rope(), LatentHeads(), SigmoidExperts()),
     aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     never={**NEVER, "first_k_dense_replace": (None, 1)},
@@ -111,24 +70,6 @@ GLM4_MOE_LITE = Family(
 DOTS1 = Family(
     "dots1",
     "Dots1ForCausalLM",
-    DECODER
-    | DEFAULTS
-    | {
-        "vocab_size": 152064,
-        "hidden_size": 4608,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 62,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 2048,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-        "n_routed_experts": None,
-        "n_shared_experts": None,
-        "num_experts_per_tok": None,
-        "moe_intermediate_size": 1408,
-        "norm_topk_prob": False,
-        "first_k_dense_replace": 0,
-    },
     (
         Windows(late_layers, by_layer=True),
         Rope(),
@@ -142,23 +83,6 @@ DOTS1 = Family(
 HY_V3 = Family(
     "hy_v3",
     "HYV3ForCausalLM",
-    DECODER
-    | {
-        "vocab_size": 120832,
-        "intermediate_size": 13312,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "initializer_range": 0.006,
-        "rms_norm_eps": 1e-5,
-        "num_experts": 192,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 1536,
-        "router_scaling_factor": 2.826,
-    },
     (
         Windows(),
         Rope(11158840.0),

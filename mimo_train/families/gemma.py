@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import NAMES, Config, Family, Keys, Names, Spelling
 from mimo_train.families.rope import Rope, TwoRopes
-from mimo_train.families.usual import ATTENTION_BIAS, DECODER
+from mimo_train.families.usual import ATTENTION_BIAS
 from mimo_train.families.windows import Windows, pattern_layers
 
 
@@ -51,19 +51,6 @@ WINDOWS = Windows(pattern_layers, by_layer=True)
 GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
-    DECODER
-    | {
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "head_dim": 256,
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-    },
     (Windows(), Rope(), ATTENTION_BIAS),
     always={"zero_centered_norms": True, "scale_embeddings": True},
     # Early files name the exact form, and mean the tanh form.
@@ -72,44 +59,20 @@ GEMMA = Family(
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
-    DECODER
-    | {
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "head_dim": 256,
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-    },
     (WINDOWS, Rope(), ATTENTION_BIAS, Scores()),
     names=SANDWICH,
     always=ALWAYS,
     activation="hidden_activation",
     ignored=("sliding_window_pattern",),
     scales_media=True,
+    defaults={"sliding_window_pattern": 2},
 )
 GEMMA3_TEXT = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    {
-        **GEMMA2.defaults,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "sliding_window_pattern": 6,
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
-    },
     (WINDOWS, TwoRopes(1e6), ATTENTION_BIAS, Scores()),
     names=SANDWICH,
     always=ALWAYS | {"qk_norm": True},
     activation="hidden_activation",
+    defaults={"sliding_window_pattern": 6},
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from mimo_train.families.base import NAMES, Family, Names
 from mimo_train.families.rope import Rope
-from mimo_train.families.usual import DECODER, Biases
+from mimo_train.families.usual import Biases
 from mimo_train.families.windows import Windows
 
 _NAMES: Names = {**NAMES, "mlp": {"fused": "mlp.gate_up_proj", "down": "mlp.down_proj"}}
@@ -13,17 +13,6 @@ _NAMES: Names = {**NAMES, "mlp": {"fused": "mlp.gate_up_proj", "down": "mlp.down
 GLM = Family(
     "glm",
     "GlmForCausalLM",
-    DECODER
-    | {
-        "vocab_size": 151552,
-        "intermediate_size": 13696,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-7,
-        "attention_bias": True,
-    },
     (Windows(), Rope(partial=0.5), Biases(qkv="attention_bias")),
     names=_NAMES,
     always={"rope_interleaved": True},
@@ -46,7 +35,7 @@ GLM4V_TEXT = replace(
     GLM4,
     type="glm4v_text",
     architecture="",
-    defaults={**GLM.defaults, "head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    defaults={"attention_bias": True},
     spellings=(Windows(), Rope(partial=1.0, axes=(8, 12, 12))),
     always={**GLM4.always, "qkv_bias": True},
 )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import Config, Family, Keys, Spelling
 from mimo_train.families.rope import Rope
-from mimo_train.families.sigmoid_experts import CHOICE, DEFAULTS, SigmoidExperts
-from mimo_train.families.usual import DECODER, NEXT_TOKENS, Biases
+from mimo_train.families.sigmoid_experts import CHOICE, SigmoidExperts
+from mimo_train.families.usual import NEXT_TOKENS, Biases
 from mimo_train.families.windows import Windows
 
 
@@ -30,21 +30,6 @@ _EXPERTS = SigmoidExperts(first_dense="first_k_dense_replace")
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
-    DECODER
-    | DEFAULTS
-    | {
-        "vocab_size": 151552,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "n_routed_experts": 128,
-        "moe_intermediate_size": 1408,
-        "first_k_dense_replace": 1,
-        "use_qk_norm": False,
-    },
     (
         Windows(),
         Rope(partial=0.5),
@@ -60,12 +45,7 @@ GLM4V_MOE_TEXT = replace(
     GLM4_MOE,
     type="glm4v_moe_text",
     architecture="",
-    defaults={
-        **GLM4_MOE.defaults,
-        "vocab_size": 151424,
-        "max_position_embeddings": 65536,
-        "attention_bias": True,
-    },
+    defaults={"use_qk_norm": False},
     spellings=(Windows(), Rope(axes=(8, 12, 12), partial=0.5), Biases(qkv="attention_bias"), _EXPERTS),
     never={**CHOICE, "use_qk_norm": (False,)},
 )

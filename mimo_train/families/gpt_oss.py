@@ -7,7 +7,7 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import NAMES, Config, Family, Keys, Spelling, fault
 from mimo_train.families.rope import Rope
-from mimo_train.families.usual import DECODER, SoftmaxExperts
+from mimo_train.families.usual import SoftmaxExperts
 from mimo_train.families.windows import Windows
 
 
@@ -44,30 +44,6 @@ class ClampedGate(Spelling):
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
-    DECODER
-    | {
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 128,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_limit": 7.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
     (Windows(_even, by_layer=True), Rope(150000.0), SoftmaxExperts(), ClampedGate()),
     names={
         **NAMES,
@@ -82,4 +58,14 @@ GPT_OSS = Family(
     activations={"silu": "quick_geglu"},
     aliases={"num_experts": "num_local_experts"},
     never={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    defaults={
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
+    },
 )

@@ -44,7 +44,6 @@ GRANITE = replace(
     LLAMA,
     type="granite",
     architecture="GraniteForCausalLM",
-    defaults={**LLAMA.defaults, **dict.fromkeys((*_PLAIN, _SCORES), 1.0)},
     spellings=(*LLAMA.spellings, Multipliers()),
     scales_media=True,
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mimo_train.families.base import NAMES, Config, Family
 from mimo_train.families.rope import Rope, TwoRopes
-from mimo_train.families.usual import ATTENTION_BIAS, DECODER
+from mimo_train.families.usual import ATTENTION_BIAS
 from mimo_train.families.windows import Windows
 
 
@@ -15,14 +15,6 @@ def _three_of_four(config: Config, layer: int) -> bool:
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    DECODER
-    | {
-        "vocab_size": 50304,
-        "intermediate_size": 11008,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-    },
     (Windows(), Rope(), ATTENTION_BIAS),
     names={
         **NAMES,
@@ -34,6 +26,5 @@ OLMO3 = replace(
     OLMO2,
     type="olmo3",
     architecture="Olmo3ForCausalLM",
-    defaults={**OLMO2.defaults, "sliding_window": 4096},
     spellings=(Windows(_three_of_four, by_layer=True), TwoRopes(5e5, local_theta=5e5), ATTENTION_BIAS),
 )

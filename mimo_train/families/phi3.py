@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from mimo_train.config.errors import Fault
 from mimo_train.families.base import NAMES, Config, Family, fault
 from mimo_train.families.rope import Rope
-from mimo_train.families.usual import DECODER
 from mimo_train.families.windows import Windows, every_layer
 
 
@@ -24,16 +23,6 @@ class UnscaledRope(Rope):
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
-    DECODER
-    | {
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-    },
     (Windows(every_layer), UnscaledRope(partial=1.0)),
     names={
         **NAMES,

@@ -7,7 +7,7 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import NAMES, Config, Family, Keys, Names, Spelling, fault
 from mimo_train.families.rope import Rope
-from mimo_train.families.usual import ATTENTION_BIAS, DECODER, QwenExperts
+from mimo_train.families.usual import ATTENTION_BIAS, QwenExperts
 from mimo_train.families.windows import FULL
 
 LINEAR = "linear_attention"
@@ -62,21 +62,6 @@ _EXPERTS = QwenExperts("num_experts", shared="shared_expert_intermediate_size")
 QWEN3_5_TEXT = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    DECODER
-    | {
-        "vocab_size": 248320,
-        "intermediate_size": 12288,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "full_attention_interval": 4,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
     (DeltaLayers(), Rope(axes=(11, 11, 10), partial=0.25), ATTENTION_BIAS),
     names=_NAMES,
     always={
@@ -88,20 +73,15 @@ QWEN3_5_TEXT = Family(
     never={"attn_output_gate": (True,), "hidden_act": ("silu", "swish")},
     # Layers that predict further tokens.
     carried=("mtp.*",),
+    defaults={"full_attention_interval": 4},
 )
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     defaults={
-        **QWEN3_5_TEXT.defaults,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
+        "intermediate_size": 12288,
+        "full_attention_interval": 4,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
@@ -113,14 +93,7 @@ QWEN3_NEXT = replace(
     QWEN3_5_MOE_TEXT,
     type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    defaults={
-        **QWEN3_5_MOE_TEXT.defaults,
-        "vocab_size": 151936,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 48,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-    },
+    defaults={"full_attention_interval": 4},
     spellings=(DeltaLayers(), Rope(partial=0.25), ATTENTION_BIAS, _EXPERTS),
     names=_BY_KEY_HEAD,
     always={name: True for name in QWEN3_5_TEXT.always if name != "mrope_interleaved"},

@@ -10,18 +10,6 @@ from mimo_train.families.base import Config, Keys, Spelling, fault
 DENSE, SPARSE = "dense", "sparse"
 """Kinds of layers in `mlp_layer_types`."""
 
-DEFAULTS: Keys = {
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-}
-"""Defaults of most of their config classes."""
-
 CHOICE: dict[str, tuple] = {
     "scoring_func": (None, "sigmoid", "noaux_tc"),
     "topk_method": (None, "noaux_tc"),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import Config, Family, Keys, Spelling, fault
-from mimo_train.families.llama import LLAMA
 from mimo_train.families.rope import Rope
 from mimo_train.families.usual import Biases
 from mimo_train.families.windows import Windows
@@ -44,20 +43,6 @@ class LayersWithoutRope(Spelling):
 SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
-    {
-        **LLAMA.defaults,
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-    },
     (
         LayersWithoutRope(),
         Windows(_without_rope, by_layer=True, switched=True),

@@ -1,23 +1,9 @@
-"""What most families share: defaults of config classes, names of tensors, biases, and experts behind a softmax
-router."""
+"""What several families share: biases, and experts behind a softmax router."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import Config, Keys, Spelling, rejected
-
-DECODER: dict[str, Any] = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_size": 4096,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "head_dim": None,
-}
-"""Defaults of most config classes."""
 
 NEXT_TOKENS = ("model.layers.{layers}.*",)
 """`Family.carried` of models with a layer of multi-token prediction behind all others."""

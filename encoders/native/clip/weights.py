@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from encoders.class_defaults import class_defaults
 from encoders.native.clip.spec import ClipSpec
 from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules, unread
 from encoders.pretrained import (
@@ -41,18 +42,6 @@ OTHER_TENSORS = (
 )
 """Tensors of CLIP and SigLIP that a vision tower does not read."""
 
-_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 32,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 1e-5,
-    "attention_dropout": 0.0,
-}
 _PREPROCESSING = {
     "do_resize": True,
     "size": {"shortest_edge": 224},
@@ -83,7 +72,7 @@ def tower_values(file: ConfigFile) -> dict[str, Any]:
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """Read CLIP or its vision tower; see `encoders.registry.Family.read`."""
-    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    file = ConfigFile("config.json", part_of(config, "vision_config"), class_defaults("clip_vision_model"))
     images = image_values(preprocessor, _PREPROCESSING, file.side("image_size"))
     return {"family": "clip", **tower_values(file), **images}
 

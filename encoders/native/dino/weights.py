@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 from encoders.base import GATED
+from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
 from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules, unread
@@ -23,46 +24,6 @@ from encoders.pretrained import (
 )
 from encoders.weight_map import WeightMap, same
 
-_DEFAULTS = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "mlp_ratio": 4,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "layer_norm_eps": 1e-6,
-    "image_size": 224,
-    "patch_size": 14,
-    "num_channels": 3,
-    "qkv_bias": True,
-    "layerscale_value": 1.0,
-    "drop_path_rate": 0.0,
-    "use_swiglu_ffn": False,
-    "num_register_tokens": 4,
-}
-_DEFAULTS_3 = {
-    "hidden_size": 384,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 6,
-    "hidden_act": "gelu",
-    "attention_dropout": 0.0,
-    "layer_norm_eps": 1e-5,
-    "rope_theta": 100.0,
-    "image_size": 224,
-    "patch_size": 16,
-    "num_channels": 3,
-    "query_bias": True,
-    "key_bias": False,
-    "value_bias": True,
-    "proj_bias": True,
-    "mlp_bias": True,
-    "layerscale_value": 1.0,
-    "drop_path_rate": 0.0,
-    "use_gated_mlp": False,
-    "num_register_tokens": 0,
-}
 _PIXELS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
 _PREPROCESSING = _PIXELS | {
     "size": {"shortest_edge": 224},
@@ -107,7 +68,7 @@ _LAYERS_3 = LayerNames(
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """Read DINOv2, with or without register tokens; see `encoders.registry.Family.read`."""
     with_registers = config["model_type"] == "dinov2_with_registers"
-    file = ConfigFile("config.json", config, _DEFAULTS | ({"patch_size": 16} if with_registers else {}))
+    file = ConfigFile("config.json", config, class_defaults(config["model_type"]))
     file.require(num_channels=3, qkv_bias=True, drop_path_rate=0.0)
     file.require(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     activation = GATED if file["use_swiglu_ffn"] else file.activation()
@@ -126,7 +87,7 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
 
 def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """Read DINOv3's vision transformers; see `encoders.registry.Family.read`."""
-    file = ConfigFile("config.json", config, _DEFAULTS_3)
+    file = ConfigFile("config.json", config, class_defaults("dinov3_vit"))
     file.require(num_channels=3, attention_dropout=0.0, drop_path_rate=0.0)
     file.require(query_bias=True, key_bias=False, value_bias=True, proj_bias=True, mlp_bias=True)
     activation = file.activation()

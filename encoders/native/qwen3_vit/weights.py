@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
 from encoders.native.qwen3_vit.spec import Qwen3VitSpec
 from encoders.native.qwen_vit.weights import preprocessing
@@ -21,27 +22,12 @@ _LAYERS = LayerNames(
     norms=("norm1", "norm2"),
     fused=True,
 )
-_DEFAULTS = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "hidden_act": "gelu_pytorch_tanh",
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 3584,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-    "rope_parameters": {},
-}
 PREFIXES = ("model.visual.", "visual.", "")
 
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """Read Qwen3-VL or its vision part; see `encoders.registry.Family.read`."""
-    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    file = ConfigFile("config.json", part_of(config, "vision_config"), class_defaults("qwen3_vl_vision"))
     file.require(in_channels=3, temporal_patch_size=2)
     positions = file["num_position_embeddings"]
     side = round(positions**0.5)
@@ -57,7 +43,7 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
         "num_attention_heads": file["num_heads"],
         "ffn_hidden_size": file["intermediate_size"],
         "activation": file.activation(),
-        "rotary_base": float(file["rope_parameters"].get("rope_theta", 10000.0)),
+        "rotary_base": float((file["rope_parameters"] or {}).get("rope_theta", 10000.0)),
         "deepstack": list(file["deepstack_visual_indexes"]),
         "deepstack_width": file["out_hidden_size"],
         "merge_size": file["spatial_merge_size"],

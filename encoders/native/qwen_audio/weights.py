@@ -7,18 +7,10 @@ from encoders.native.qwen_audio.spec import QwenAudioSpec
 from encoders.native.whisper import weights as whisper
 from encoders.weight_map import WeightMap
 
-_DEFAULTS = whisper.DEFAULTS | {
-    "num_mel_bins": 128,
-    "d_model": 1280,
-    "encoder_layers": 32,
-    "encoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
-}
-
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """See `encoders.registry.Family.read`."""
-    values = whisper.read(config, preprocessor, _DEFAULTS)
+    values = whisper.read(config, preprocessor, "qwen2_audio_encoder")
     return values | {"family": "qwen_audio", "pad_clips": False, "padded_seconds": values["max_seconds"]}
 
 

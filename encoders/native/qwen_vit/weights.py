@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from encoders.base import GATED
+from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
 from encoders.native.qwen_vit.spec import QwenVitSpec
 from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules
@@ -21,20 +22,6 @@ _LAYERS = LayerNames(
     norms=("norm1", "norm2"),
     fused=True,
 )
-_DEFAULTS = {
-    "depth": 32,
-    "hidden_size": 3584,
-    "hidden_act": "silu",
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "rope_parameters": {},
-}
 _PREPROCESSING = {
     "do_resize": True,
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
@@ -52,11 +39,11 @@ _PREPROCESSING = {
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """Read Qwen2.5-VL or its vision part; see `encoders.registry.Family.read`."""
-    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    file = ConfigFile("config.json", part_of(config, "vision_config"), class_defaults("qwen2_5_vl_vision"))
     file.require(in_channels=3, temporal_patch_size=2)
     if file.activation() != "silu":
         raise EncoderError(f"config.json: hidden_act is {file['hidden_act']!r}, and only silu can be built")
-    rope = file["rope_parameters"]
+    rope = file["rope_parameters"] or {}
     return {
         "family": "qwen_vit",
         "patch_size": file.side("patch_size"),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import isqrt, prod
 from typing import Any
 
+from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
 from encoders.native.clip.weights import LAYERS, OTHER_TENSORS, tower_values
 from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
@@ -21,19 +22,6 @@ from encoders.pretrained import (
 )
 from encoders.weight_map import WeightMap, same, with_biases
 
-_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 16,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-    "attention_dropout": 0.0,
-    "num_patches": 256,
-}
 _PREPROCESSING = {
     "do_resize": True,
     "size": {"height": 224, "width": 224},
@@ -51,14 +39,14 @@ _NORM = "vision_model.post_layernorm"
 
 def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """Read SigLIP or its vision tower; see `encoders.registry.Family.read`."""
-    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    file = ConfigFile("config.json", part_of(config, "vision_config"), class_defaults("siglip_vision_model"))
     images = image_values(preprocessor, _PREPROCESSING, file.side("image_size"))
     return {"family": "siglip", **tower_values(file), **images}
 
 
 def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """Read SigLIP 2 NaFlex or its vision tower; see `encoders.registry.Family.read`."""
-    file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
+    file = ConfigFile("config.json", part_of(config, "vision_config"), class_defaults("siglip2_vision_model"))
     side = isqrt(file["num_patches"])
     if side**2 != file["num_patches"]:
         raise EncoderError(f"config.json: num_patches is {file['num_patches']}, and only squares can be built")

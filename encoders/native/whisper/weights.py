@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
 from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules
 from encoders.native.whisper.spec import WhisperSpec
@@ -21,29 +22,12 @@ _LAYERS = LayerNames(
     norms=("self_attn_layer_norm", "final_layer_norm"),
     key_bias=False,
 )
-DEFAULTS = {
-    "num_mel_bins": 80,
-    "d_model": 384,
-    "encoder_layers": 4,
-    "encoder_attention_heads": 6,
-    "encoder_ffn_dim": 1536,
-    "activation_function": "gelu",
-    "max_source_positions": 1500,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "encoder_layerdrop": 0.0,
-    "apply_spec_augment": False,
-}
-"""Defaults of `WhisperConfig`."""
 _PREPROCESSING = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "dither": 0.0}
 
 
-def read(
-    config: Mapping[str, Any], preprocessor: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
-) -> dict[str, Any]:
-    """Read Whisper; see `encoders.registry.Family.read`. `defaults` are values of keys that config.json may lack."""
-    file = ConfigFile("config.json", config, defaults)
+def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any], model_type: str = "whisper") -> dict[str, Any]:
+    """Read Whisper; see `encoders.registry.Family.read`. `model_type` is that of the class of the encoder."""
+    file = ConfigFile("config.json", config, {"apply_spec_augment": False, **class_defaults(model_type)})
     file.require(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0)
     file.require(apply_spec_augment=False)
     preprocessor = preprocessor.get("feature_extractor") or preprocessor

@@ -392,7 +392,7 @@ class Point:
         return self._family
 
 
-TWIN = dataclasses.replace(FAMILIES["llama"], type="twin")
+TWIN = dataclasses.replace(FAMILIES["llama"], type="twin", config_type="llama")
 
 
 @pytest.mark.parametrize(
