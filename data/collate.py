@@ -8,6 +8,7 @@ or its end-of-turn token, and 0 elsewhere: role tags, placeholders, other turns,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,9 +70,9 @@ def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, num
     return TextSample(number, input_ids, labels, np.zeros(sequence_length, dtype=np.float32), len(ids))
 
 
-def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[str, torch.Tensor]:
+def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[str, Any]:
     """Return input_ids, labels, position_ids: int64 [B, S] (M-RoPE positions: [3, B, S]); loss_mask: float32 [B, S];
-    `blocks`: int64 [B, S], if any sample has them.
+    lengths: tokens of each row, without padding; `blocks`: int64 [B, S], if any sample has them.
 
     Args:
         length: S, at least that of the longest sample; None: the samples' full size.
@@ -91,18 +92,19 @@ def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[st
         "position_ids": torch.from_numpy(np.stack(on_axes, axis=1))
         if on_axes
         else torch.arange(input_ids.shape[1]).expand(len(samples), -1).contiguous(),
+        "lengths": tuple(sample.length for sample in samples),
     }
 
 
 def collate_packed(
     samples: Sequence[TextSample], lengths: Sequence[int], row_length: int, pad_id: int
-) -> dict[str, torch.Tensor | tuple[int, ...]]:
+) -> dict[str, Any]:
     """Return one row of T = `row_length` positions: consecutive samples of their planned `lengths`, and padding.
 
     input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions restart in each document; M-RoPE
     positions are [3, 1, T]. documents: their ends; padding is one more, at position 0. A document's last target is
-    padding without loss, so that no document is learned from the one before. A shorter stand-in is padded. blocks:
-    int64 [1, T], if any sample has them; their numbers restart in each sample.
+    padding without loss, so that no document is learned from the one before. A shorter stand-in is padded. lengths:
+    (tokens of all documents,). blocks: int64 [1, T], if any sample has them; their numbers restart in each sample.
     """
     on_axes = [sample.positions for sample in samples if sample.positions is not None]
     assert len(on_axes) in (0, len(samples)), "one tokenizer and model for all samples"
@@ -130,6 +132,7 @@ def collate_packed(
         "labels": torch.from_numpy(labels)[None],
         "loss_mask": torch.from_numpy(loss_mask)[None],
         "position_ids": torch.from_numpy(positions)[:, None] if on_axes else torch.from_numpy(positions),
+        "lengths": (end,),
         "documents": (*ends, *([row_length] if end < row_length else [])),
     }
 

@@ -90,7 +90,16 @@ def language_keys(config: Config) -> Keys:
     }
     for spelling in family.spellings:
         keys |= spelling.read(config, keys)
-    return keys | family.always
+    keys |= family.always
+    if keys["num_experts"]:
+        # As transformers: over a microbatch, if config.json asks for it. Its loss is that of all layers together, and
+        # as large as the experts of a token where ours is 1 in each layer.
+        weight, is_balanced = config.get("router_aux_loss_coef"), config.get("output_router_logits")
+        keys["router_balancing"] = "aux_loss" if is_balanced and weight else "none"
+        if keys["router_balancing"] != "none":
+            layers = keys["num_layers"] - len(keys.get("dense_layers", ()))
+            keys["router_aux_loss"] = weight * keys["experts_per_token"] / layers
+    return keys
 
 
 USUAL: Keys = {

@@ -26,6 +26,9 @@ from mimo_train.models.documents import Documents
 from mimo_train.models.rotary import AxisRotaryEmbedding, inverse_frequencies
 from mimo_train.parallel.context import own_part
 
+_PADDING_MASK = 5
+"""Its place in what `GPTModel._preprocess` returns."""
+
 
 @runtime_checkable
 class LanguageModel(Protocol):
@@ -37,6 +40,8 @@ class LanguageModel(Protocol):
     max_sequence_length: int
     learned_N: torch.Tensor | None
     """Positions that get logits in the next pass only, see `choose_logits`."""
+    padding_BS: torch.Tensor | None
+    """True for padding in the next pass, which losses of routers do not count; see `leave_out`."""
     trained_logits: int
     """Number of positions that got logits so far in trained passes, counted on tensor-parallel rank 0."""
 
@@ -53,6 +58,7 @@ class SeededGPTModel(GPTModel):
         self.deepstack_LSBH: torch.Tensor | None = None
         """Features that the first layers add to their outputs; for the next pass only."""
         self.learned_N: torch.Tensor | None = None
+        self.padding_BS: torch.Tensor | None = None
         self.trained_logits = 0
         llm: LlmSpec = config.llm
         self._tokens = tokens or self.vocab_size
@@ -92,6 +98,9 @@ class SeededGPTModel(GPTModel):
         """
         added, self.deepstack_LSBH = self.deepstack_LSBH, None
         learned, self.learned_N = self.learned_N, None
+        padding, self.padding_BS = self.padding_BS, None
+        if padding is not None and self.config.num_moe_experts:
+            kwargs["padding_mask"] = self._own_tokens(padding)
         if self.config.packed or self.config.context_parallel_size > 1:
             self._require_own_part(input_ids, packed_seq_params)
         kwargs["packed_seq_params"] = packed_seq_params
@@ -102,6 +111,12 @@ class SeededGPTModel(GPTModel):
             # An argument of the layers: they run again in the backward pass, after other microbatches.
             kwargs["extra_block_kwargs"] = {"context": added}
         return super().forward(input_ids, *args, **kwargs)
+
+    def _own_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that are in this rank's layers."""
+        part_BC = own_part({"tokens": tokens_BS}, self.pg_collection.cp)["tokens"]
+        tp = self.pg_collection.tp
+        return part_BC.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else part_BC
 
     def _require_own_part(self, input_ids: torch.Tensor | None, packed: PackedSeqParams | None) -> None:
         """Reject mistakes of a forward step that would be trained unnoticed."""
@@ -125,13 +140,16 @@ class SeededGPTModel(GPTModel):
         *arguments: Any,
         position_ids: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> tuple:
         """Preprocess as in Megatron-Core, with rotary angles that restart in each document of a packed row. In fp32
-        losses of tokens would otherwise move by 1e-3, although only distances count."""
+        losses of tokens would otherwise move by 1e-3, although only distances count. `padding_mask` is this rank's:
+        Megatron-Core 0.19.2 cuts it on the first stage only (gpt_model.py:352)."""
         preprocessed = super()._preprocess(
             *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
         )
+        preprocessed = (*preprocessed[:_PADDING_MASK], padding_mask, *preprocessed[_PADDING_MASK + 1 :])
         if not isinstance(packed_seq_params, Documents) or self.position_embedding_type != "rope":
             return preprocessed
         assert position_ids is not None, "positions of the documents"
@@ -197,6 +215,17 @@ class TrainedLogits:
         now = sum([chunk.trained_logits for chunk in self._chunks])
         before, self._before = self._before, now
         return [now - before]
+
+
+def leave_out(model: MegatronModule, padding_BS: torch.Tensor) -> None:
+    """Leave tokens out of the losses of routers in a language model's next pass.
+
+    Args:
+        padding_BS: True for padding, of whole rows.
+    """
+    language = unwrap_model(model)
+    if isinstance(language, LanguageModel):
+        language.padding_BS = padding_BS
 
 
 def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:

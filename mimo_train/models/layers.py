@@ -91,6 +91,8 @@ class SeededTransformerLayer(TransformerLayer):
             "rotary_pos_emb": rotary_pos_emb,
             "packed_seq_params": packed_seq_params,
         }
+        if self._dense:
+            options.pop("padding_mask", None)  # of routers
         if self._dense and self._dense.is_free and all(value is None for value in options.values()):
             return self._dense(hidden_states, **inputs), None
         return super().forward(hidden_states, **inputs, **options)

@@ -43,7 +43,7 @@ class RouterLosses:
         active: True if there is such a loss; otherwise nothing else is used.
         numbers: number of values of this class in the step's message.
         microbatches: number of microbatches of the step; set by the pipeline.
-        learned_share: tokens that count / positions, of the step, 0-d; set by the data iterator.
+        learned_share: tokens that count / positions, of the step, 0-d; set by `weigh`.
     """
 
     def __init__(self, config: TransformerConfig, layout: ModuleLayout, device: torch.device, *, per_layer: bool):
@@ -73,6 +73,13 @@ class RouterLosses:
         self.numbers = len(self._tracked) * config.num_layers
         if self.active:
             config.moe_grad_scale_func = self._scale
+        config.token_share = self.learned_share
+
+    def weigh(self, learned: torch.Tensor, tokens: torch.Tensor, positions: int) -> None:
+        """Set the weights of the losses of a step, by its tokens that count, 0-d, those without padding, 0-d, and its
+        positions."""
+        self.learned_share = (learned / positions).to(torch.float32)
+        self._config.token_share = (tokens / positions).to(torch.float32)
 
     def reduced(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the unweighted losses of the last step on every rank: means over microbatches, 0-d float64 on the

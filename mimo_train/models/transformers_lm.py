@@ -4,6 +4,7 @@ Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabu
 """
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class TransformersLanguageModel(MegatronModule):
         self.tp_group = pg_collection.tp
         self.model_type = ModelType.encoder_or_decoder
         self.learned_N: torch.Tensor | None = None
+        self.padding_BS: torch.Tensor | None = None
         self.trained_logits = 0
         sizes: TransformersSizes = config.llm
         hf_config = transformers_config(sizes.model_config)
@@ -121,6 +123,7 @@ class TransformersLanguageModel(MegatronModule):
             UserError: the class is not causal, or mixes the documents of a packed row.
         """
         learned, self.learned_N = self.learned_N, None
+        padding, self.padding_BS = self.padding_BS, None
         packed = packed_seq_params is not None
         if packed not in self._proven:
             self._require_independence(packed)
@@ -131,7 +134,7 @@ class TransformersLanguageModel(MegatronModule):
             inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}
         if inference_context is not None:
             return self._next_logits(inputs, position_ids, inference_context)
-        with self._only(learned, batch * length):
+        with self._only(learned, batch * length), self._unbalanced(padding):
             output = self.model(**inputs, **self._options(position_ids), use_cache=False)
         logits_NV = output.logits.flatten(0, 1)
         if learned is not None and len(logits_NV) != len(learned):
@@ -256,6 +259,21 @@ class TransformersLanguageModel(MegatronModule):
             yield
         finally:
             hook.remove()
+
+    @contextmanager
+    def _unbalanced(self, padding_BS: torch.Tensor | None) -> Iterator[None]:
+        """Leave padding out of the load-balancing loss of a class."""
+        module, name = sys.modules[type(self.model).__module__], "load_balancing_loss_func"
+        loss = getattr(module, name, None)
+        if padding_BS is None or loss is None:
+            yield
+            return
+        # An attention mask of the forward pass would join the documents of packed rows.
+        setattr(module, name, lambda *arguments: loss(*arguments[:3], (~padding_BS).long()))
+        try:
+            yield
+        finally:
+            setattr(module, name, loss)
 
     @torch.no_grad()
     def _require_independence(self, packed: bool) -> None:

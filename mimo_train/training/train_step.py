@@ -96,7 +96,7 @@ def local_metrics(session: Session) -> dict[str, tuple[int, LocalPart]]:
     if router_losses.active:
         metrics["router losses"] = (router_losses.numbers, router_losses.local_sums())
     if data.weighs:
-        metrics["learned"] = (samples, data.local_learned())
+        metrics["learned"] = (samples + 1, data.local_learned())
     if session.trained_logits is not None:
         metrics["logits"] = (1, session.trained_logits.local_count())
     return metrics

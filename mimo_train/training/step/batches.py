@@ -74,6 +74,11 @@ def open_loader(
     )
 
 
+def _row_tokens(microbatch: Microbatch | dict[str, Any]) -> torch.Tensor:
+    """Return the tokens of each row without padding, at least 1 (a stand-in may have none), int64 [B]."""
+    return torch.tensor(microbatch["lengths"]).clamp(min=1)
+
+
 class StepIterator:
     """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
 
@@ -147,8 +152,8 @@ class StepIterator:
             if learned is None:
                 learned = self._learned_of(self._current)
                 dist.all_reduce(learned)
-            share = (learned * (flags == 0)).sum() / self._current.plan.positions
-            self._pipeline.router_losses.learned_share = share.to(torch.float32)
+            counting = (learned[:-1] * (flags == 0)).sum()
+            self._pipeline.router_losses.weigh(counting, learned[-1], self._current.plan.positions)
         self._upcoming = self._read()
         self.rewind()
         self.is_fresh = True
@@ -218,6 +223,9 @@ class StepIterator:
                 # No layer takes an empty batch; the loss at this position is multiplied by 0.
                 learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
                 microbatch = microbatch | {"learned": learned}
+            if self._trains and self._pipeline.balances_experts and "lengths" in microbatch:
+                tokens = torch.arange(microbatch["input_ids"].size(1))
+                microbatch = microbatch | {"padding": tokens >= _row_tokens(microbatch)[:, None]}
             batch = Microbatch(to_device(microbatch, self._pipeline.device))
             if "loss_mask" in batch:
                 # Samples that any rank flagged as bad have no loss.
@@ -240,7 +248,7 @@ class StepIterator:
         return [] if self._upcoming is None else self._upcoming.bad.tolist()
 
     def local_learned(self) -> torch.Tensor:
-        """Return the learned positions of each sample of the next step."""
+        """Return the learned positions of each sample of the next step, and the tokens of its rows."""
         return self._learned_of(self._upcoming)
 
     def receive(self, bad_samples: torch.Tensor, learned: torch.Tensor | None) -> None:
@@ -278,13 +286,15 @@ class StepIterator:
         return flags[:samples]
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
-        """Return the learned positions of each sample, [global_batch_size]; one rank per replica counts."""
+        """Return the learned positions of each sample, and the tokens of all rows, [global_batch_size + 1]; one rank
+        per replica counts."""
         pipeline, language = self._pipeline, self._pipeline.groups.collections.get(LANGUAGE)
-        counts = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
+        counts = torch.zeros(pipeline.batch.global_batch_size + 1, dtype=torch.float64)
         reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
         if step is not None and reads:
             for microbatch in step.microbatches:
                 places = microbatch["sample_numbers"] - step.first_sample
+                counts[-1] += _row_tokens(microbatch).sum()
                 if step.plan.packed:
                     mask = microbatch["loss_mask"][0].double()
                     counted = mask.split(step.plan.lengths_in_row(np.asarray(microbatch["sample_numbers"]), len(mask)))

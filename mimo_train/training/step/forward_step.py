@@ -16,7 +16,7 @@ from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.schema_mix import source_names
 from mimo_train.config.user_code import FORWARD_STEP, load_code, unusable_code
 from mimo_train.models.documents import documents_of
-from mimo_train.models.language_model import choose_logits
+from mimo_train.models.language_model import choose_logits, leave_out
 from mimo_train.parallel.context import own_part
 from mimo_train.training.step.losses import StepLosses, masked_token_loss
 from mimo_train.training.step.state import GlobalState
@@ -34,7 +34,7 @@ ACCEPTED_FORMS = (
 
 MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs", "documents", "blocks")
 """Keys of a microbatch that the model takes."""
-SOURCES, LEARNED = "sources", "learned"
+SOURCES, LEARNED, PADDING = "sources", "learned", "padding"
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -68,6 +68,8 @@ def mimo_forward_step(
     mimo_model = unwrap_model(model)
     if LEARNED in batch:
         choose_logits(mimo_model.language_model, batch[LEARNED])
+    if PADDING in batch:
+        leave_out(mimo_model.language_model, batch[PADDING])
     output, loss_mask = model(**inputs)
     if not (mimo_model.role.has_language_module and mimo_model.role.is_last_stage("language")):
         return output, None
@@ -111,6 +113,8 @@ def gpt_forward_step(
     else:
         if LEARNED in batch:
             choose_logits(model, batch[LEARNED])
+        if PADDING in batch:
+            leave_out(model, batch[PADDING])
         output = model(**inputs)
     names = source_names(state.cfg.data.mix)
     return output, partial(masked_token_loss, loss_mask, sources=sources, names=names)

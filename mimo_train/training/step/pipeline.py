@@ -57,6 +57,7 @@ class Pipeline:
         shapes: rows that sources send per sample, and rows of text; set by the data before each step.
         is_last_stage: True if this rank has the language model's last stage, which computes the loss.
         router_losses: weights and values of the load-balancing loss and the z-loss of experts.
+        balances_experts: True if these losses, or a class of transformers, need to know which tokens are padding.
         stopwatch: measures the time that this rank waits for others.
     """
 
@@ -78,6 +79,7 @@ class Pipeline:
         self.router_losses = RouterLosses(
             config, run.layout.language, device, per_layer="router_losses_per_layer" in run.cfg.log.metrics
         )
+        self.balances_experts = self.router_losses.active or getattr(run.cfg.llm, "is_balanced", False)
         self._modules = modules_of(model)
         self.chunks: list[DistributedDataParallel] = [chunk for chunks in self._modules.values() for chunk in chunks]
         in_fp8 = has_fp8(run.cfg)

@@ -4,6 +4,7 @@ exports."""
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,10 @@ FAMILIES: dict[str, dict] = {
     "llama": {"tie_word_embeddings": True},
     "cohere": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "jetmoe": {
+        "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+        "aux_loss_coef": 0.5,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "llama4_text": {"intermediate_size_mlp": 64, "num_local_experts": 4, "moe_layers": [1], "no_rope_layers": [1, 0]},
     "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 16},
@@ -76,7 +81,8 @@ def _train(cfgs: dict) -> dict[str, tuple]:
 
 
 def _texts(microbatch: dict) -> tuple:
-    return tuple(microbatch[key].numpy().copy() for key in ("input_ids", "labels", "loss_mask"))
+    texts = tuple(microbatch[key].numpy().copy() for key in ("input_ids", "labels", "loss_mask"))
+    return *texts, np.arange(texts[0].shape[1]) < np.array(microbatch["lengths"])[:, None]
 
 
 def _plain(folder: Path, batches: list, optim) -> list[tuple[float, float]]:
@@ -92,15 +98,18 @@ def _plain(folder: Path, batches: list, optim) -> list[tuple[float, float]]:
     adam = torch.optim.AdamW(groups, lr=optim.lr, eps=optim.eps, betas=(optim.beta1, optim.beta2))
     points = []
     for step, microbatches in enumerate(batches):
-        tokens = sum(mask.sum() for _, _, mask in microbatches)
+        tokens = sum(mask.sum() for _, _, mask, _ in microbatches)
         total = 0.0
         for microbatch in microbatches:
-            ids, labels, mask = map(torch.from_numpy, microbatch)
-            logits = model(input_ids=ids).logits.float()
-            losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            ids, labels, mask, valid = map(torch.from_numpy, microbatch)
+            balances = bool(getattr(model.config, "output_router_logits", False))
+            output = model(input_ids=ids, **({"attention_mask": valid.long()} if balances else {}))
+            losses = torch.nn.functional.cross_entropy(output.logits.float().transpose(1, 2), labels, reduction="none")
             loss = (losses * mask).sum() / tokens
-            loss.backward()
             total += loss.item()
+            if balances:
+                loss = loss + model.config.aux_loss_coef * output.aux_loss * mask.sum() / tokens
+            loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, optim.clip_grad)
         for group in adam.param_groups:
             group["lr"] = optim.lr * min(1, step / optim.warmup_iters)
@@ -402,7 +411,7 @@ def test_texts_that_see_each_other_are_rejected(prose, models, tmp_path):
         "rwkv",
     }
     assert "tokens of BertLMHeadModel see later ones" in said[NOT_CAUSAL]
-    assert sum(text == "" for text in said.values()) == 3
+    assert sum(text == "" for text in said.values()) == 4
 
 
 def _save_config(folder: Path, kind: str) -> None:

@@ -127,7 +127,7 @@ def compare_grouped_experts(cfg) -> int:
 )
 def test_losses_of_routers_are_means_with_the_weights_of_the_config(learned, weights, tmp_path):
     """Gradients of a step equal those of (mean token loss + weight x mean balancing loss over sequences + weight x
-    mean z-loss over positions), written out."""
+    mean z-loss over tokens), written out. Half of the rows are padded to the double."""
     names = ("router_aux_loss", "router_z_loss")
     keys = [f"modules.language.llm.{name}={weight}" for name, weight in zip(names, weights, strict=True)]
     cfg = config("gpt_tiny", tmp_path, tmp_path, "layout=language_one", *EXPERTS, *keys)
@@ -145,6 +145,7 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    from mimo_train.models.language_model import leave_out
     from mimo_train.training.step.forward_step import record_losses
     from mimo_train.training.step.losses import StepLosses, divide_gradients, masked_token_loss
     from mimo_train.training.train_step import reduce_metrics
@@ -155,23 +156,28 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
     batches = []
     for _ in range(pipeline.batch.num_microbatches):
         ids = torch.randint(0, 250, (cfg.train.micro_batch_size, length + 1))
-        mask = (torch.arange(length) % learned == 0).float().expand(len(ids), -1)
-        batches.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask})
+        padding = torch.arange(length) >= torch.tensor([length, length // 2] * (len(ids) // 2))[:, None]
+        mask = (torch.arange(length) % learned == 0) * ~padding
+        batches.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask.float(), "padding": padding})
     positions = torch.arange(length)[None]
+    tokens = sum(batch["loss_mask"].sum() for batch in batches)
+    valid = sum((~batch["padding"]).sum() for batch in batches)
 
     def losses(batch):
         return chunk(input_ids=batch["input_ids"], position_ids=positions, attention_mask=None, labels=batch["labels"])
 
     def step(iterator, _model):
         batch = next(iterator)
+        leave_out(chunk, batch["padding"])
         return losses(batch), lambda output: masked_token_loss(batch["loss_mask"], output)
 
-    pipeline.router_losses.learned_share = torch.tensor(1 / learned)
+    pipeline.router_losses.weigh(tokens, valid, len(batches) * cfg.train.micro_batch_size * length)
     chunk.zero_grad_buffer()
     losses_of_step = StepLosses({}, pipeline.groups)
     pipeline.run(record_losses(step, losses_of_step), iter(batches))
-    tokens = reduce_metrics({"tokens": (1, losses_of_step.local_tokens())}, pipeline.device)["tokens"]
-    divide_gradients(pipeline.chunks, tokens)
+    reduced = reduce_metrics({"tokens": (1, losses_of_step.local_tokens())}, pipeline.device)["tokens"]
+    assert reduced == tokens
+    divide_gradients(pipeline.chunks, reduced)
     losses_of_routers = pipeline.router_losses
     values = {name: value.item() for name, value in losses_of_routers.reduced(losses_of_routers.local_sums()).items()}
     routers = [layer.mlp.router.weight for layer in chunk.module.decoder.layers]
@@ -185,18 +191,18 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
     token_loss, balancing, z_losses = 0.0, [], []
     for batch in batches:
         token_loss = token_loss + (losses(batch) * batch["loss_mask"]).sum()
-    for layer_SBE in logits:
-        z_losses.append(layer_SBE.float().logsumexp(dim=-1).square().mean())
-        for sequence_SE in layer_SBE.unbind(dim=1):
-            scores = sequence_SE.float().softmax(dim=-1)
+    for call, layer_SBE in enumerate(logits):
+        padding_BS = batches[call // llm.num_layers]["padding"]
+        z_losses.append((layer_SBE.float().logsumexp(dim=-1).square() * ~padding_BS.T).sum() / valid)
+        for sequence_SE, padding_S in zip(layer_SBE.unbind(dim=1), padding_BS, strict=True):
+            scores = sequence_SE[~padding_S].float().softmax(dim=-1)
             picked = torch.zeros_like(scores).scatter(1, scores.topk(llm.experts_per_token).indices, 1)
-            fractions = picked.sum(0) / (llm.experts_per_token * length)
+            fractions = picked.sum(0) / (llm.experts_per_token * len(scores))
             balancing.append(llm.num_experts * (fractions * scores.mean(0)).sum())
     assert len(balancing) == llm.num_layers * cfg.train.global_batch_size
-    tokens = sum(batch["loss_mask"].sum() for batch in batches)
     mean_over_sequences = torch.stack(balancing).sum() / cfg.train.global_batch_size
-    mean_over_positions = torch.stack(z_losses).sum() / len(batches)
-    total = token_loss / tokens + llm.router_aux_loss * mean_over_sequences + llm.router_z_loss * mean_over_positions
+    mean_over_tokens = torch.stack(z_losses).sum()
+    total = token_loss / tokens + llm.router_aux_loss * mean_over_sequences + llm.router_z_loss * mean_over_tokens
     chunk.zero_grad_buffer()
     total.backward()
     differences = [(ours - weight.main_grad).abs().max() for ours, weight in zip(by_pipeline, routers, strict=True)]
@@ -204,7 +210,7 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
         "values": values,
         "expected": {
             "load_balancing_loss": torch.stack(balancing).mean().item(),
-            "z_loss": torch.stack(z_losses).mean().item(),
+            "z_loss": torch.stack(z_losses).sum().item() / llm.num_layers,
         },
         "difference": max(differences).item(),
         "largest": max(weight.main_grad.abs().max() for weight in routers).item(),

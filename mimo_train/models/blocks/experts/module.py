@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,7 +41,7 @@ def build(config: TransformerConfig, te: bool) -> BlockModule:
     parts = MoESubmodules(
         experts=partial(_seeded_experts, experts),
         shared_experts=partial(SharedExpertMLP, submodules=linears),
-        router=_router,
+        router=Router,
     )
     return BlockModule(norm_class(te), partial(MoELayer, submodules=parts), {})
 
@@ -53,12 +56,59 @@ class CopiedOutput(RowParallelLinear):
         return output.clone(), bias
 
 
-def _router(**options: Any) -> TopKRouter:
-    """Build a router whose biases stay as they are. Megatron-Core 0.19.2 moves those of a frozen router too, by 0.001 a
-    step (finalize_model_grads.py:334), and counts the tokens of experts over all ranks to do so."""
-    router = TopKRouter(**options)
-    router.frozen_expert_bias = True
-    return router
+class Router(TopKRouter):
+    """A router whose biases stay as they are, and whose losses do not count padding: the tokens behind each row. Shape
+    suffixes: T tokens of this rank, S x B; E experts.
+
+    Megatron-Core 0.19.2 moves biases of a frozen router too, by 0.001 a step (finalize_model_grads.py:334), and counts
+    the tokens of experts over all ranks to do so. With padding it takes the mean length of a batch for that of each
+    sequence (router.py:484), and multiplies a loss by the tokens of a rank, of which ranks have different numbers.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.frozen_expert_bias = True
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attach the mean of logsumexp(logits)^2 over the tokens of the step. `padding_mask`: [T]."""
+        weight = self.config.moe_z_loss_coeff
+        if padding_mask is None or weight is None or not (self.training and torch.is_grad_enabled()):
+            return super().apply_z_loss(logits)
+        loss = (logits.logsumexp(dim=-1).square() * ~padding_mask).mean() / self.config.token_share
+        layers = self.config.num_layers
+        get_moe_metrics_tracker().record("z_loss", loss, self.layer_number, layers, avg_group=self.tp_dp_cp_group)
+        return MoEAuxLossAutoScaler.apply(logits, weight * loss * len(logits))
+
+    def attach_and_log_load_balancing_loss(
+        self, *arguments: Any, valid_token_count: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        """Attach a loss, multiplied by all positions. See `router_losses.RouterLosses`."""
+        return super().attach_and_log_load_balancing_loss(*arguments, **options)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        weight = self.get_aux_loss_coeff("seq_aux_loss")
+        if not weight:
+            return probs
+        scores_BE, chosen_BE = (
+            tensor.view(seq_length, bsz, -1).sum(0) for tensor in (scores_for_aux_loss, routing_map)
+        )
+        chosen_BE = reduce_from_tensor_model_parallel_region(chosen_BE, self.tp_cp_group)
+        tokens_B1 = chosen_BE.sum(1, keepdim=True).clamp(min=1) / self.topk
+        shares_BE = chosen_BE / (tokens_B1 * self.topk)
+        loss = weight * self.config.num_moe_experts * (shares_BE * scores_BE / tokens_B1).sum() / bsz
+        name = "seq_load_balancing_loss"
+        return self.attach_and_log_load_balancing_loss(probs, weight, loss, name, self.tp_cp_group)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count nothing: biases stay as they are."""
 
 
 def _seeded_experts(
