@@ -8,7 +8,7 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.families.base import NAMES, Config, Family, Keys, Spelling, fault
 from mimo_train.families.rope import Rope
-from mimo_train.families.usual import ATTENTION_BIAS, DECODER
+from mimo_train.families.usual import ATTENTION_BIAS
 from mimo_train.families.windows import Windows, pattern_layers
 
 
@@ -18,47 +18,29 @@ class CohereLayers(Spelling):
 
     @property
     def feature(self) -> str:
-        """See `Spelling`."""
         return "positions in layers with a window only, `logit_scale`"
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """See `Spelling`."""
         scale = config["logit_scale"]
         if type(scale) not in (int, float) or scale <= 0:
             yield fault("logit_scale", scale, "a number above 0 is needed")
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        """See `Spelling`."""
         without = keys["full_attention_layers"] if keys["window"] else list(range(config["num_hidden_layers"]))
         # To 12 digits, with which the inverse is the scale again.
         return {"no_rope_layers": without, "logit_divisor": float(f"{1 / config['logit_scale']:.12g}")}
 
     def write(self, spec: LlmSpec) -> Keys:
-        """See `Spelling`."""
         return {"logit_scale": 1 / spec.logit_divisor, "layer_norm_eps": spec.layernorm_epsilon}
 
 
 COHERE2 = Family(
     "cohere2",
     "Cohere2ForCausalLM",
-    DECODER
-    | {
-        "vocab_size": 256000,
-        "hidden_size": 8192,
-        "intermediate_size": 22528,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 64,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "logit_scale": 0.0625,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-    },
     (Windows(pattern_layers, by_layer=True), Rope(), ATTENTION_BIAS, CohereLayers()),
     names={**NAMES, "norms": {"input_layernorm": "input_layernorm"}},
     always={"normalization": "LayerNorm", "norm_bias": False, "parallel_block": True, "rope_interleaved": True},
     aliases={"layer_norm_eps": "rms_norm_eps"},
     ignored=("head_dim", "rms_norm_eps"),
+    defaults={"sliding_window_pattern": 4},
 )
