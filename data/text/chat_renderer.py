@@ -287,7 +287,11 @@ class ChatRenderer:
             return None
         first = common_prefix(without, with_part)
         rest = common_prefix(without[first:][::-1], with_part[first:][::-1])
-        return with_part[first : len(with_part) - rest] or None
+        begin, end = first, len(with_part) - rest
+        # In `<image><bos>` the first character may be that of either tag: both are in the text.
+        while first < end and begin and with_part[begin - 1] == with_part[end - 1 - first + begin]:
+            begin -= 1
+        return with_part[begin:end] or None
 
 
 def common_prefix(*texts: str) -> int:

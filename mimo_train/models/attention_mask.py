@@ -29,7 +29,7 @@ def mask_of_blocks(blocks_BS: torch.Tensor, documents: Sequence[int] | None, con
         config: the language model's, with `bidirectional` and its window.
     """
     device, positions = blocks_BS.device, blocks_BS.size(1)
-    places = torch.arange(positions, device=device)
+    places = torch.arange(positions, dtype=torch.int32, device=device)
     behind_QK = places[:, None] - places
     causal_QK = behind_QK >= 0
     same_BQK = (blocks_BS[:, :, None] == blocks_BS[:, None]) & (blocks_BS >= 0)[:, None]

@@ -126,6 +126,13 @@ class CudaNames(TorchFunctionMode):
                 query, key, value, kwargs.get("dropout_p", 0.0), is_causal, False, scale=kwargs.get("scale")
             )[0]
             return attended[..., :width]
+        if mask is not None and is_on_device(query) and query.size(1) == key.size(1):
+            # Torch makes numbers of true and false, and keeps them for the backward pass.
+            bias = torch.zeros_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask
+            bias = bias.expand(*query.shape[:3], key.size(2))
+            options = True, kwargs.get("dropout_p", 0.0), is_causal
+            efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+            return efficient(query, key, value, bias, *options, scale=kwargs.get("scale"))[0]
         return _ATTEND(*args, **kwargs)
 
     def _rms_norm(self, args: Any, kwargs: Any) -> Any:

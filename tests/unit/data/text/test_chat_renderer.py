@@ -4,10 +4,14 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer, PaliGemmaProcessor, SiglipImageProcessor
 
 from data.errors import DataError, RecordError
+from data.records.conversation import Conversation, Part, Turn
 from data.text.chat_renderer import CompiledTemplate
 from data.text.placeholders import Placeholder
 from data.text.tokens import build_tokenizer
@@ -15,6 +19,7 @@ from tests.unit.data.text.chat_templates import (
     CHATML,
     GEMMA,
     LLAMA,
+    LLAVA,
     QWEN_VL,
     SCHEMA,
     TALKS,
@@ -110,6 +115,25 @@ def test_the_template_of_an_older_processor(tmp_path):
     (saved / "chat_template.json").write_text("{}")
     with pytest.raises(DataError, match=r"data\.tokenizer.*chat_template\.json has no chat_template"):
         build_tokenizer(saved)
+
+
+def test_the_template_of_the_docs_writes_the_tokens_of_the_processor_of_paligemma(tmp_path):
+    page = (Path(__file__).parents[4] / "docs" / "pretrained.md").read_text()
+    (tmp_path / "chat.jinja").write_text(re.search(r"```jinja\n(.*?)```", page, re.S)[1])
+    images = SiglipImageProcessor(size={"height": 14, "width": 14})
+    images.image_seq_length = 4
+    tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path / "in", LLAVA, plain=True))
+    processor = PaliGemmaProcessor(images, tokenizer)
+    processor.save_pretrained(tmp_path)
+    ours = build_tokenizer(tmp_path, [Placeholder("<image>")], chat_template=str(tmp_path / "chat.jinja"))
+    parts = (Part("image"), Part("image"), Part("text", "which digit?"))
+    talk = Conversation((Turn("user", parts), Turn("assistant", (Part("text", "it is three"),))))
+    pads = [ours.placeholder_id("<image>")] * 4
+    encoded = ours.template.encode(talk, {"image": [[(pads[0], pads)]] * 2})
+    item = np.zeros((14, 14, 3), dtype=np.uint8)
+    theirs = processor(images=[[item] * 2], text=["<image><image>which digit?"], suffix=["it is three"])
+    assert encoded.tokens == theirs["input_ids"][0]
+    assert encoded.learned == [kind == 1 for kind in theirs["token_type_ids"][0]]
 
 
 @pytest.mark.parametrize(
