@@ -51,14 +51,7 @@ class SoftmaxExperts(Spelling):
         return f"experts (`{self.number}`)"
 
     def read(self, config: Config, keys: Keys) -> Keys:
-        own = {
-            "num_experts": config[self.number],
-            "experts_per_token": config["num_experts_per_tok"],
-            "router_renormalise": True,
-            "expert_ffn_hidden_size": 0,
-            "dense_layers": [],
-        }
-        return _with_gradient(own, "num_experts_per_tok", config)
+        return self._router(config, "num_experts_per_tok", True) | {"expert_ffn_hidden_size": 0, "dense_layers": []}
 
     def write(self, spec: LlmSpec) -> Keys:
         return {
@@ -67,6 +60,16 @@ class SoftmaxExperts(Spelling):
             "output_router_logits": False,
             "intermediate_size": spec.expert_width,
             "router_jitter_noise": 0.0,
+        }
+
+    def _router(self, config: Config, key: str, renormalise: bool) -> Keys:
+        """Return the keys of a router that can learn; `key`: of config.json, to name."""
+        if renormalise and config["num_experts_per_tok"] == 1:
+            raise rejected(key, config[key], "the weight of a single expert would always be 1")
+        return {
+            "num_experts": config[self.number],
+            "experts_per_token": config["num_experts_per_tok"],
+            "router_renormalise": renormalise,
         }
 
 
@@ -79,16 +82,14 @@ class QwenExperts(SoftmaxExperts):
 
     def read(self, config: Config, keys: Keys) -> Keys:
         dense, step = set(config["mlp_only_layers"] or ()), config["decoder_sparse_step"]
-        own = {
-            "num_experts": config[self.number],
-            "experts_per_token": config["num_experts_per_tok"],
-            "router_renormalise": config["norm_topk_prob"],
+        layers = range(config["num_hidden_layers"])
+        keys = self._router(config, "norm_topk_prob", config["norm_topk_prob"]) | {
             "expert_ffn_hidden_size": config["moe_intermediate_size"],
-            "dense_layers": [n for n in range(config["num_hidden_layers"]) if n in dense or (n + 1) % step],
+            "dense_layers": [layer for layer in layers if layer in dense or (layer + 1) % step],
         }
-        if self.shared:
-            own |= {"shared_expert_ffn_hidden_size": config[self.shared], "shared_expert_gate": True}
-        return _with_gradient(own, "norm_topk_prob", config)
+        if not self.shared:
+            return keys
+        return keys | {"shared_expert_ffn_hidden_size": config[self.shared], "shared_expert_gate": True}
 
     def write(self, spec: LlmSpec) -> Keys:
         return {
@@ -102,10 +103,3 @@ class QwenExperts(SoftmaxExperts):
             "mlp_only_layers": list(spec.dense_layers),
             **({self.shared: spec.shared_expert_ffn_hidden_size} if self.shared else {}),
         }
-
-
-def _with_gradient(keys: Keys, key: str, config: Config) -> Keys:
-    """Return the keys of a router that can learn; `key`: of config.json, to name."""
-    if keys["router_renormalise"] and keys["experts_per_token"] == 1:
-        raise rejected(key, config[key], "the weight of a single expert would always be 1")
-    return keys
