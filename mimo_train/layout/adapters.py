@@ -151,6 +151,14 @@ def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iter
                 f"to {path.rpartition('.')[2]} or next to its projections; remove one of the targets",
             )
             break
+    tp = module.layout.tp
+    shared = [each.linear for each in adapters.values() if each.linear.cut_groups and each.linear.groups % tp]
+    if shared:
+        yield Fault(
+            f"{prefix}.layout.tp",
+            f"tp {tp} does not divide the {shared[0].groups} key heads of {shared[0].name}, which has an adapter: use "
+            f"a divisor of {shared[0].groups}, or other {prefix}.lora.targets",
+        )
     yield from _frozen_adapters(name, module, adapters)
 
 

@@ -25,6 +25,7 @@ def make_adapted_llama(base: Path, folder: Path, merged: Path) -> None:
 
 TARGETS = {
     "deepseek_v3, yarn, groups": ["q_b_proj", "kv_b_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "k_proj", "o_proj"],
     "qwen3_5": ["q_proj", "v_proj", "in_proj_qkv", "in_proj_a", "out_proj"],
 }
 """Of other mixers than plain attention heads."""

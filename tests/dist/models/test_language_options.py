@@ -180,6 +180,19 @@ def test_biases_of_experts_sinks_and_norms_over_heads_give_the_numbers_of_one_pr
     assert _close(straight[2:], again)
 
 
+def _learned(cfg, steps: int) -> set[str]:
+    run = Steps(cfg)
+    before = run.parameters()
+    run.train(steps)
+    return {name for name, value in run.parameters().items() if (value != before[name]).any()}
+
+
+def test_adapters_leave_biases_of_routers_and_sinks_as_they_are(prose, tmp_path):
+    lora = ("modules.language.lora.rank=2", "modules.language.lora.targets=[linear_qkv]", "layout=language_one")
+    (learned,) = run_ranks(_learned, 1, config("gpt_tiny", tmp_path, prose, *BIASES, *lora), 2)
+    assert learned and all(".linear_qkv.lora_" in name for name in learned), learned
+
+
 def test_delta_nets_give_the_numbers_of_one_process_and_read_each_other_s_checkpoints(prose, tmp_path):
     """Differences of rounding grow from step to step in such layers, at the usual rate of these tests fivefold."""
 

@@ -61,6 +61,11 @@ def numbers(*targets: str, dora: bool = False, **place) -> int:
         ),
         ({"modules.language.freeze": ["llm"]}, "modules.language.freeze", "adapters of modules.language.lora.rank 4"),
         ({"modules.language.llm.num_experts": 4}, "modules.language.lora.targets", "the 4 experts"),
+        (
+            {"modules.language.llm.num_query_groups": 1, "modules.language.layout.tp": 2},
+            "modules.language.layout.tp",
+            "tp 2 does not divide the 1 key heads",
+        ),
     ],
 )
 def test_impossible_adapters_are_refused(values, key, words):
