@@ -3,7 +3,8 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from itertools import chain
 from math import prod
@@ -44,14 +45,27 @@ BIDIRECTIONAL = {"gemma3": "items", "paligemma": "prefix"}
 it; a prefix is seen whole."""
 
 
+THINKER = "thinker_config"
+"""Key of the model that reads and writes text, in the config.json of a model that speaks too."""
+
+WORDS = {"image": ("image", "vision", "visual"), "audio": ("audio", "sound", "speech")}
+"""Words in the names of modules of one kind of media. Checked against all models of several kinds in transformers
+5.23."""
+
+
 @cache
 def hf_config(path: str) -> PretrainedConfig:
-    """Return the config of a directory. Raise EncoderError if transformers cannot read it."""
+    """Return the config of a directory, of one that speaks too that of its `THINKER`. Raise EncoderError if
+    transformers cannot read it."""
     try:
-        return cast(PretrainedConfig, AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the config class may raise anything about a value
         reason = str(error).partition("\n")[0]
         raise EncoderError(f"transformers cannot read config.json: {reason}") from error
+    if hasattr(config, THINKER):
+        config = getattr(config, THINKER)
+        config.architectures = None  # published ones name a class that never was in transformers
+    return cast(PretrainedConfig, config)
 
 
 def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -108,19 +122,23 @@ def bidirectional_of(config: PretrainedConfig) -> str:
 
 
 def deepstack_of(config: PretrainedConfig) -> list[int]:
-    """Return the layers of the tower whose features layers of the language model get; empty for other models."""
+    """Return the layers of the tower of images whose features layers of the language model get; empty for other
+    models."""
     if LAYERS not in special(config) or config.get_text_config(decoder=True).model_type not in DEEPSTACK:
         return []
     return next((list(value) for _, key, value in _media_values(config) if key == "deepstack_visual_indexes"), [])
 
 
-def positions(config: PretrainedConfig, ids: Sequence[int], kinds: Sequence[int], grids: torch.Tensor) -> torch.Tensor:
+def positions(
+    config: PretrainedConfig, ids: Sequence[int], kinds: Sequence[int], grids: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
     """Return positions as the model's class computes them, int64 [3, S].
 
     Args:
         ids: tokens of a text.
         kinds: 1 for tokens that features of an image replace, else 0.
         grids: patches of each image in time, height and width, [N, 3].
+        lengths: frames of each audio, [N].
     """
     model = skeleton(config)
     owner = model if hasattr(model, "get_rope_index") else model.base_model
@@ -128,7 +146,7 @@ def positions(config: PretrainedConfig, ids: Sequence[int], kinds: Sequence[int]
     if "mm_token_type_ids" in inspect.signature(owner.get_rope_index).parameters:
         options["mm_token_type_ids"] = torch.tensor([kinds], dtype=torch.int32)
     else:  # Qwen-Omni
-        options["attention_mask"] = torch.ones(1, len(ids), dtype=torch.int64)
+        options |= {"attention_mask": torch.ones(1, len(ids), dtype=torch.int64), "audio_seqlens": lengths}
     return cast(torch.Tensor, owner.get_rope_index(**options)[0][:, 0])
 
 
@@ -160,15 +178,24 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
         return class_of(config)._from_config(config)
 
 
-def without_language(model: PreTrainedModel) -> PreTrainedModel:
-    """Take the language model and the output layer out of a model in place, and return it."""
+def without_language(model: PreTrainedModel, kind: str = "") -> PreTrainedModel:
+    """Take the language model and the output layer out of a model in place, and return it; with `kind` also the modules
+    of other kinds of media."""
     language, head = model.get_decoder(), model.get_output_embeddings()
     removed = {id(module) for module in language.modules()} | {id(head)}
+    if kind:
+        removed |= {id(module) for name, module in model.named_modules() if _is_of_others(model.config, name, kind)}
     for owner in [owner for owner in model.modules() if id(owner) not in removed]:
         for name, child in list(owner.named_children()):
             if id(child) in removed:
                 setattr(owner, name, None)
     return model
+
+
+def _is_of_others(config: PretrainedConfig, name: str, kind: str) -> bool:
+    """True if a module or parameter belongs to a kind of media that a model reads other than `kind`."""
+    named = [other for other in kinds_of(config) if any(word in name for word in WORDS[other])]
+    return bool(named) and kind not in named
 
 
 def without_media(model: PreTrainedModel) -> PreTrainedModel:
@@ -226,9 +253,11 @@ class Tensors:
         shapes: shape of each trained parameter, by its name in memory.
         num_parameters: those of all `shapes` together.
         float32: names of those that stay in float32 in half precision.
+        others: names of parameters that are not trained, and that an export copies.
     """
 
     shapes: dict[str, tuple[int, ...]]
+    others: Collection[str] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -276,7 +305,15 @@ class Structure(Tensors):
         self._table = f"{places[id(language)]}.embed_tokens.weight"
         self._head = f"{places.get(id(head), 'lm_head')}.weight"
         self.tied = head is None or head.weight is language.get_input_embeddings().weight
+        self._config = config
         self.shapes = {name: tuple(value.shape) for name, value in without_language(model).named_parameters()}
+
+    def of_kind(self, kind: str) -> "Structure":
+        """Return it with the shapes of the media half for a kind of media alone."""
+        part = copy(self)
+        part.others = {name for name in self.shapes if _is_of_others(self._config, name, kind)}
+        part.shapes = {name: shape for name, shape in self.shapes.items() if name not in part.others}
+        return part
 
     def is_media(self, file: str) -> bool:
         """True if a tensor of the directory belongs to the media half."""

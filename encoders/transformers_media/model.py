@@ -24,10 +24,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Difference of features in a batch and alone, in units of the largest feature."""
 
 
-def media_half(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the media half with random weights, in float32 on the CPU. The language model is never in memory. Buffers
-    that no file has, such as rotary frequencies, get their values. Raise EncoderError if files have others."""
-    model = without_language(skeleton(config)).to_empty(device="cpu")
+def media_half(config: PretrainedConfig, kind: str) -> PreTrainedModel:
+    """Return the media half for a kind of media with random weights, in float32 on the CPU. The other parts of
+    the model are never in memory. Buffers that no file has, such as rotary frequencies, get their values. Raise
+    EncoderError if files have others."""
+    model = without_language(skeleton(config), kind).to_empty(device="cpu")
     stored = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     if stored:
         raise EncoderError(f"{type(model).__name__} has buffers with weights, which are not read: {', '.join(stored)}")
@@ -84,7 +85,7 @@ class MediaHalf(torch.nn.Module):
         return torch.cat([features[at] for at in range(len(items))])
 
     def _built(self, spec: MediaSpec) -> PreTrainedModel:
-        model = media_half(spec.hf_config())
+        model = media_half(spec.hf_config(), self.kind)
         if not getters(model, self.kind):
             raise EncoderError(f"{type(model).__name__} has no get_{self.kind}_features")
         return model

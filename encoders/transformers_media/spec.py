@@ -65,7 +65,7 @@ class MediaSpec(FixedKeys, PlainSpec):
         """Return the shapes and names of the weights. Raise EncoderError if transformers cannot build the model."""
         from encoders.transformers_media.directory import structure_of
 
-        return structure_of(self.path)
+        return structure_of(self.path).of_kind(self.kind)
 
     def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
         return extent0, extent1

@@ -36,7 +36,7 @@ def config_of_directory(folder: Path) -> ConfigContainer:
     directory = read_directory(str(folder), "CHECKPOINT")
     composite = composite_of(directory)
     if isinstance(composite, OfTransformers):
-        encoders = [_OF_KINDS[kind] for kind in composite.kinds[:1]]
+        encoders = [_OF_KINDS[kind] for kind in composite.kinds]
     else:
         has_encoder = composite is not None and composite.projector is not None and composite.encoder in _MODULES
         encoders = [_MODULES[composite.encoder]] if composite is not None and has_encoder else []

@@ -154,15 +154,12 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
         ConfigError: an unsupported family, or keys that contradict the directory, with both values.
     """
     faults: list[Fault] = []
-    halves: dict[Path, str] = {}
+    halves: dict[tuple[Path, str], str] = {}
     for name, directory in directories.items():
         module = plain["modules"][name] = dict(plain["modules"][name] or {})
         module["pretrained"] = str(directory.folder)
         implementation = str(module.get("implementation") or "")
-        if media_half(name, directory, implementation) and halves.setdefault(directory.folder, name) != name:
-            other = halves[directory.folder]
-            text = f"is {directory.folder}, of which modules.{other} is the media half already. Remove one of them"
-            faults.append(Fault(f"modules.{name}.pretrained", text))
+        faults += _repeated_half(name, directory, implementation, halves)
         for part, keys in _parts(name, directory, implementation).items():
             values = dict(module.get(part) or {})
             faults += _contradictions(f"modules.{name}.{part}", part, values, keys, directory)
@@ -196,6 +193,22 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
         plain["data"] = {**(plain.get("data") or {}), "tokenizer": str(language.folder)}
     if faults:
         raise ConfigError(faults)
+
+
+def _repeated_half(
+    name: str, directory: Directory, implementation: str, halves: dict[tuple[Path, str], str]
+) -> Iterator[Fault]:
+    """Yield the fault of a second module for one media half; `halves`: modules by directory and kind of media."""
+    try:
+        half = media_half(name, directory, implementation)
+        kind = half.kind(name) if half is not None and len(half.kinds) > 1 else ""
+    except EncoderError:
+        return  # named with the keys of the module
+    other = halves.setdefault((directory.folder, kind), name) if half is not None else name
+    if other != name:
+        text = f"is {directory.folder}, of which modules.{other} is the media half already"
+        more = ". A module for its audio needs a name that begins with audio" if kind == "image" else ""
+        yield Fault(f"modules.{name}.pretrained", f"{text}. Remove one of them{more}")
 
 
 def _frozen_rows(module: Mapping[str, Any], rows: int, directory: Directory) -> Iterator[Fault]:

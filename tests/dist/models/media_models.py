@@ -6,11 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.dist.models.composites import CLIP, DECAY, EPSILON, NEW_TOKENS, RATE, clip, content, file_of, image
 from tests.tars import write_tar
 from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
 
 STEPS = 5
+SEEDS = {"qwen2_5_omni": 4}
+"""By which answers have several tokens."""
 TEXT = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8,
     "num_hidden_layers": 2, "vocab_size": 420, "max_position_embeddings": 512, "tie_word_embeddings": False,
@@ -42,6 +46,14 @@ CLIPS: list[tuple[list[Any], str]] = [
     (["again", (9000,)], "no"),
 ]
 """As SAMPLES, audio as (samples,)."""
+BOTH: list[tuple[list[Any], str]] = [
+    (["what is ", (30, 50), " and what says ", (9000,), " of ", (61, 25), "?"], "a small wall, and a long one"),
+    (["no media: which digit is green?"], "three"),
+    ([(17001,), "read the digits", (70, 45)], "1 2 3"),
+    (["both?", (9000,), (9000,)], "yes"),
+]
+"""Images and audio. Clips of one sample are as long: some processors compute other values next to a longer one."""
+OMNI_KINDS = ("qwen2_5_omni", "qwen3_omni_moe_thinker")
 
 
 def _internvl(library: Any, tokenizer: Any, text: str = "qwen2") -> tuple[Any, Any]:
@@ -178,7 +190,7 @@ def _qwen3_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     seeing, images = _qwen3_vl_moe(library, tokenizer)
     audio = {
         "num_mel_bins": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32,
-        "output_dim": 32, "downsample_hidden_size": 8, "n_window": 10, "n_window_infer": 20,
+        "output_dim": 32, "downsample_hidden_size": 8, "n_window": 50, "n_window_infer": 100,
     }  # fmt: skip
     config = library.AutoConfig.for_model(
         "qwen3_omni_moe_thinker",
@@ -194,6 +206,50 @@ def _qwen3_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     )
 
 
+def _qwen2_5_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    start, start_audio = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|audio_bos|>"])
+    seeing, images = _qwen2_vl(library, tokenizer)
+    vision = VISION | {
+        "depth": 2,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "window_size": 28,
+        "fullatt_block_indexes": [1],
+    }
+    audio = {
+        "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32,
+        "output_dim": 32, "n_window": 10,
+    }  # fmt: skip
+    config = library.AutoConfig.for_model(
+        "qwen2_5_omni_thinker",
+        text_config={**seeing.text_config.to_dict(), "model_type": "qwen2_5_omni_text"},
+        vision_config=vision,
+        audio_config=audio,
+        vision_start_token_id=start,
+        audio_start_token_id=start_audio,
+    )
+    sounds = library.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    videos = library.Qwen2VLVideoProcessor(patch_size=7)
+    return config, library.Qwen2_5OmniProcessor(images.image_processor, videos, sounds, tokenizer)
+
+
+def _as_published(folder: Path) -> None:
+    """Make the directory of an Omni's thinker that of the whole, which speaks too."""
+    from safetensors.numpy import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    thinker = config | {"architectures": ["Qwen2OmniNaViTThinkerForConditionalGeneration"]}
+    whole = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": thinker}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors*"):
+        tensors |= load_file(file) if file.suffix == ".safetensors" else {}
+        file.unlink()
+    names = {name: f"thinker.{name.removeprefix('thinker.')}" for name in tensors}
+    tensors = {names[name]: value for name, value in tensors.items()} | {"talker.codec_head.weight": np.ones((3, 2))}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 OMNI = {
     "image_token": PAD, "audio_token": "<|AUDIO|>", "vision_bos_token": "<|vision_start|>",
     "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
@@ -201,6 +257,7 @@ OMNI = {
 """Tokens of the processor of Qwen-Omni."""
 ADDED = {"gemma3": 1.0, "paligemma": 0.5}
 """What norms of the language model have besides."""
+IMAGES_ALONE = "qwen2_5_omni without a module for audio"
 AS_IS = "internvl of cohere"
 """Its language model has no native family."""
 MODELS = {
@@ -218,12 +275,14 @@ MODELS = {
     "qwen3_5_moe": _qwen3_5_moe,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
+    "qwen2_5_omni": _qwen2_5_omni,
+    IMAGES_ALONE: _qwen2_5_omni,
     "qwen3_omni_moe_thinker": _qwen3_omni,
 }
 
 
 def samples_of(kind: str) -> list[tuple[list[Any], str]]:
-    return CLIPS if kind == "audioflamingo3" else SAMPLES
+    return CLIPS if kind == "audioflamingo3" else BOTH if kind in OMNI_KINDS else SAMPLES
 
 
 def make(folder: Path, kind: str) -> dict[str, Any]:
@@ -233,21 +292,22 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    tokens = TOKENS | (OMNI if kind == "qwen3_omni_moe_thinker" else {})
+    tokens = TOKENS | (OMNI if "omni" in kind else {})
     save_tokenizer(folder / "tokenizer", QWEN_VL, model_specific_special_tokens=tokens)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     config, processor = MODELS[kind](transformers, tokenizer)
     if kind == "idefics3":  # its token is fixed
         tokenizer.chat_template = _writing("<image>")
     processor.chat_template = tokenizer.chat_template
-    audio = kind == "audioflamingo3"
-    token = processor.audio_token if audio else tokenizer.image_token if kind == "gemma3" else processor.image_token
-    setattr(config, "audio_token_id" if audio else "image_token_id", tokenizer.convert_tokens_to_ids(token))
-    torch.manual_seed(5)
+    for medium in ("image", "audio"):
+        token = getattr(tokenizer if kind == "gemma3" else processor, f"{medium}_token", None)
+        if token is not None:
+            setattr(config, f"{medium}_token_id", tokenizer.convert_tokens_to_ids(token))
+    torch.manual_seed(SEEDS.get(kind, 5))
     names = {**transformers.models.auto.modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
-    model = getattr(
-        transformers, names.get(kind.partition(" ")[0], "AudioFlamingo3ForConditionalGeneration")
-    )._from_config(config)
+    model = getattr(transformers, names.get(config.model_type, "AudioFlamingo3ForConditionalGeneration"))._from_config(
+        config
+    )
     with torch.no_grad():
         for name, value in model.named_parameters():
             if value.ndim == 1:
@@ -258,6 +318,8 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
                 # Two ways of transformers to compute Gated DeltaNet differ by 1e-3 after steps with larger weights.
                 value.normal_(0.0, 0.05 if kind.startswith("qwen3_5") else 0.2)
     model.save_pretrained(folder / "model", max_shard_size="60KB")
+    if kind.startswith("qwen2_5_omni"):
+        _as_published(folder / "model")
     processor.save_pretrained(folder / "model")
     (folder / "model" / "LICENSE").write_text("of the model")
     members: list[tuple[str, bytes]] = []
@@ -265,7 +327,7 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
         messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
         members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
         for at, part in enumerate(part for part in parts if isinstance(part, tuple)):
-            members.append((f"{number}.{at}.{'wav' if audio else 'png'}", file_of(part)))
+            members.append((f"{number}.{at}.{'wav' if len(part) == 1 else 'png'}", file_of(part)))
     write_tar(folder / "samples.tar", members)
     return compute(model, folder / "model", kind)
 
@@ -289,7 +351,10 @@ def _processed(processor: Any, text: str, media: list[Any], kind: str) -> Any:
     if kind == "paligemma":
         return _with_prefix(processor, text, media)
     if kind != "audioflamingo3":
-        return processor(text=text, images=[media] if media else None, return_tensors="pt")
+        clips = [item for item in media if isinstance(item, np.ndarray)]
+        images = [item for item in media if not isinstance(item, np.ndarray)]
+        options = {"audio": clips} if clips else {}
+        return processor(text=text, images=[images] if images else None, return_tensors="pt", **options)
     if not media:
         return processor.tokenizer(text, return_tensors="pt")
     options = processor._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")["audio_kwargs"]
@@ -362,13 +427,13 @@ def exported(checkpoint: Path, folder: Path, kind: str) -> dict[str, Any]:
     """Export a checkpoint; returns what transformers finds in the directory: keys that are missing or left over, logits
     of the samples, parameters."""
     import torch
-    from transformers import AutoConfig, AutoProcessor
+    from transformers import AutoProcessor
 
-    from encoders.transformers_media.directory import class_of
+    from encoders.transformers_media.directory import class_of, hf_config
     from mimo_train.cli import main
 
     assert main(["export", str(checkpoint), "--to", str(folder)]) == 0
-    model, said = class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder, output_loading_info=True)
+    model, said = class_of(hf_config(str(folder))).from_pretrained(folder, output_loading_info=True)
     with torch.no_grad():
         inputs = batches(AutoProcessor.from_pretrained(folder), kind)
         logits = [model(**batch).logits[0].numpy() for batch, _ in inputs]

@@ -9,10 +9,21 @@ import torch
 
 from data.errors import DataError
 from mimo_train.config.errors import ConfigError
+from mimo_train.config.pretrained.config_of_directory import config_of_directory
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from mimo_train.layout.run import resolve
 from tests.dist.hf.test_pretrained import tensors as stored_tensors
-from tests.dist.models.media_models import AS_IS, MODELS, RATE, STEPS, exported, make, samples_of
+from tests.dist.models.media_models import (
+    AS_IS,
+    IMAGES_ALONE,
+    MODELS,
+    OMNI_KINDS,
+    RATE,
+    STEPS,
+    exported,
+    make,
+    samples_of,
+)
 from tests.dist.models.media_types import differences
 from tests.dist.models.test_composites import BOUND, composed, tensors, train
 from tests.dist.ranks import run_ranks
@@ -43,12 +54,13 @@ CASES = [(kind, layout) for kind in ("internvl", "gemma3") for layout in LAYOUTS
 LAYOUTS["pp2"] = ("layout=one_process", "modules.language.layout.pp=2", "modules.language.recompute=selective")
 CASES += [("gemma3", "pp2")]
 LAYOUTS["as is"] = ("layout=one_process", "train.micro_batch_size=1", "modules.language.implementation=transformers")
-CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", "gemma3", AS_IS)]
+CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", "gemma3", AS_IS, IMAGES_ALONE)]
 CASES += [(AS_IS, layout) for layout in ("one process", "packed", "dp2")] + [("qwen2_vl", "as is")]
 CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2"), ("qwen3_vl", "packed")]
 CASES += [("qwen3_5", "one process"), ("qwen3_5_moe", "packed")]
 CASES += [("glm4v", "packed"), ("glm4v_moe", "one process")]
 CASES += [("paligemma", "one process"), ("paligemma", "packed")]
+CASES += [("qwen2_5_omni", layout) for layout in ("one process", "packed", "dp2")] + [(IMAGES_ALONE, "packed")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
@@ -65,6 +77,12 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
         "qwen3_omni_moe_thinker": experts,
         "gemma3": ["modules.language.layout.sp=true"] if layout == "tp2" else [],
     }.get(kind, [])
+    if kind in OMNI_KINDS:
+        sizes = [override for override in LAYOUTS[layout] if override.startswith("modules.images.")]
+        overrides += [
+            "+modules.audio.encoder.max_seconds=2",
+            *(f"+{size.replace('images', 'audio')}" for size in sizes),
+        ]
     cfg = composed(folder, tmp_path / "run", *overrides)
     ranks = run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg, samples_of(kind)[0][0])
     last = {rank["tp"]: rank["logits"] for rank in ranks if "logits" in rank}
@@ -142,6 +160,10 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
         composed(folder, tmp_path, "pretrained=", alone)
     with pytest.raises(ConfigError, match="of which modules.images is the media half already"):
         composed(folder, tmp_path, f"+modules.more.pretrained={folder / 'model'}")
+    omni, _ = published("qwen2_5_omni")
+    assert [*config_of_directory(omni / "model").modules] == ["images", "audio", "language"]
+    with pytest.raises(ConfigError, match="images is the media half already. .* needs a name that begins with audio$"):
+        composed(omni, tmp_path, f"+modules.sounds.pretrained={omni / 'model'}")
     for key in ("optim.projector_lr=1e-3", "freeze=[projector]", "freeze_until={projector: 2}"):
         with pytest.raises(ConfigError, match=r"names the projector, which is a part of the encoder here"):
             resolve(composed(folder, tmp_path, f"modules.images.{key}"))

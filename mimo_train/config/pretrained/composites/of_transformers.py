@@ -23,6 +23,10 @@ SIZES = ((100, 60), (200, 320))
 """Images of which positions are compared, (height, width)."""
 SHOWN = 5
 """Most tensors named in a message."""
+THINKER = "thinker_config"
+"""Key of the model that reads and writes text, in the config.json of a model that speaks too."""
+THINKER_NAMES = "thinker."
+"""Prefix of its tensors there. Others speak, and are not trained."""
 FAMILIES = {"image": "media_images", "audio": "media_audio"}
 """Encoder families by the kind of media."""
 
@@ -41,11 +45,17 @@ class OfTransformers(Composite):
         assert name == LANGUAGE, "the media half is read as a whole"
         part = {
             "model_type": model_config.get_text_config(decoder=True).model_type,
-            **config.get(self.language, {}),
+            **config.get(THINKER, config).get(self.language, {}),
             "tie_word_embeddings": structure_of(self.folder).tied,
         }
         # The encoder's spec says which tokens see each other.
         return part | ({"use_bidirectional_attention": None} if bidirectional_of(model_config) else {})
+
+    def with_vocabulary(self, config: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """See `Composite.with_vocabulary`."""
+        if THINKER in config:
+            return {**config, THINKER: super().with_vocabulary(config[THINKER], rows)}
+        return super().with_vocabulary(config, rows)
 
     def media_keys(self, module: str) -> dict[str, Any]:
         """Return the keys of the encoder `module`. Raise EncoderError if the model reads no media, or does more than
@@ -53,12 +63,12 @@ class OfTransformers(Composite):
         from encoders.transformers_media import directory
 
         config = directory.hf_config(self.folder)
-        kind, reasons = self._kind(module), directory.special(config)
+        kind, reasons = self.kind(module), directory.special(config)
         deepstack, axes = directory.deepstack_of(config), directory.AXES in reasons
         bidirectional = directory.bidirectional_of(config)
         supported = {directory.AXES: True, directory.LAYERS: deepstack, directory.BLOCKS: bidirectional}
         others = [reason for reason in reasons if not supported.get(reason)]
-        if not others and axes and not (kind == "image" and self._has_usual_positions(self._processor(kind))):
+        if not others and axes and not self._has_usual_positions():
             others = [directory.AXES]
         if others:
             raise EncoderError(
@@ -72,16 +82,16 @@ class OfTransformers(Composite):
             "path": self.folder,
             "hidden_size": config.get_text_config(decoder=True).hidden_size,
             "pad": directory.pad_id(config, kind),
-            "parameters": structure.num_parameters,
+            "parameters": structure.of_kind(kind).num_parameters,
             "dropout": directory.dropout_of(config),
             "axes": axes,
             "bidirectional": bidirectional,
-            "deepstack": deepstack,
+            "deepstack": deepstack if kind == "image" else [],
         }
 
     def placeholder_keys(self, module: str) -> dict[str, str]:
         """Return the `placeholder` of the encoder `module`: tokens of the directory's processor."""
-        processor = self._processor(self._kind(module))
+        processor = self._processor(self.kind(module))
         mark = "" if processor.mark == processor.pad_token else processor.mark
         return {"pad": processor.pad_token, "mark": mark, "start": processor.start, "end": processor.end}
 
@@ -91,38 +101,55 @@ class OfTransformers(Composite):
 
         return processor_of(self.folder, kind, pad_id(hf_config(self.folder), kind))
 
-    def _has_usual_positions(self, processor: Any) -> bool:
-        """True if the model's own positions of a text with two images are those that samples get here."""
+    def _has_usual_positions(self) -> bool:
+        """True if the model's own positions of a text with two images, and audio between them if it reads audio, are
+        those that samples get here."""
         import numpy as np
         import torch
 
         from data.text.placeholders import axis_positions
-        from encoders.transformers_media.directory import hf_config, positions
+        from encoders.transformers_media.directory import hf_config, kinds_of, positions
 
-        grids = [processor.grid(*size) for size in SIZES]
+        config = hf_config(self.folder)
+        if "image" not in kinds_of(config):
+            return False
+        images, audio = self._processor("image"), self._processor("audio") if "audio" in kinds_of(config) else None
+        grids = [images.grid(*size) for size in SIZES]
         if None in grids:
             return False
-        text = [1 if processor.pad != 1 else 2] * 3
-        # Qwen-Omni finds images by it.
-        start = getattr(hf_config(self.folder), "vision_start_token_id", None)
-        begin = [*text, *([] if start is None else [start])]
-        items = [list(processor.ids(*size)) for size in SIZES]
-        ids = [*begin, *items[0], *begin, *items[1], *text]
-        places = [(rows * columns, (rows, columns)) for rows, columns in grids]
-        kinds = [int(token == processor.pad) for token in ids]
-        patches = torch.tensor([processor.patches(*size) for size in SIZES])
-        expected = positions(hf_config(self.folder), ids, kinds, patches)
-        return np.array_equal(axis_positions(np.array(ids), {processor.pad: places}), expected.numpy())
+        text = [next(token for token in range(3) if token not in (images.pad, audio and audio.pad))] * 3
+        # Qwen-Omni finds media by these.
+        starts = [getattr(config, f"{name}_start_token_id", None) for name in ("vision", "audio")]
+        begin, begin_audio = ([*text, *([] if start is None else [start])] for start in starts)
+        items = [list(images.ids(*size)) for size in SIZES]
+        places: dict[int, list[Any]] = {images.pad: [(rows * columns, (rows, columns)) for rows, columns in grids]}
+        ids, lengths = [*begin, *items[0]], []
+        if audio is not None:
+            frames = audio.read(torch.zeros(audio.sample_rate))
+            places[audio.pad] = [(frames["rows"], None)]
+            lengths = [int(frames["feature_attention_mask"].sum())]
+            ids += [*begin_audio, *frames["input_ids"][0].tolist()]
+        ids += [*begin, *items[1], *text]
+        kinds = [int(token == images.pad) for token in ids]
+        patches = torch.tensor([images.patches(*size) for size in SIZES])
+        expected = positions(config, ids, kinds, patches, torch.tensor(lengths))
+        return np.array_equal(axis_positions(np.array(ids), places), expected.numpy())
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of media that the model reads: image, audio."""
+        """Kinds of media that modules of one run can read, each with weights of its own: image, audio."""
+        from encoders.transformers_media.directory import hf_config, kinds_of, structure_of
+
+        kinds, structure = kinds_of(hf_config(self.folder)), structure_of(self.folder)
+        is_shared = sum(len(structure.of_kind(kind).shapes) for kind in kinds) > len(structure.shapes)
+        return kinds[:1] if is_shared else kinds
+
+    def kind(self, module: str) -> str:
+        """Return the kind of media that a module reads: audio if its name begins so. Raise EncoderError if the model
+        reads none."""
         from encoders.transformers_media.directory import hf_config, kinds_of
 
-        return kinds_of(hf_config(self.folder))
-
-    def _kind(self, module: str) -> str:
-        kinds = self.kinds
+        kinds = kinds_of(hf_config(self.folder))
         if not kinds:
             raise EncoderError("its class has no get_image_features or get_audio_features")
         return kinds[0] if len(kinds) == 1 or not module.startswith("audio") else "audio"
@@ -149,10 +176,17 @@ def of_transformers(folder: Path) -> OfTransformers:
 def stored_weights(tensors: "Tensors", folder: Path, key: str) -> WeightMap:
     """Return the weights of a class of transformers, each as it is in a directory, which `key` names in errors. Raise
     UserError if the directory lacks any."""
-    stored = tensors.stored_names(tensors_of(folder, key))
+    files = tensors_of(folder, key)
+    stored = tensors.stored_names(files)
     missing = [name for name in tensors.shapes if name not in stored]
     if missing:
         text = f"{folder} has no tensor for {listed(missing, SHOWN)}, or other forms of them"
         raise UserError(f"{key}: {text}: load and save it with transformers 5")
-    shapes, float32 = tensors.shapes.items(), tensors.float32
-    return WeightMap(tuple(Rule(name, (Rows(stored[name], shape[0]),), fp32=name in float32) for name, shape in shapes))
+    carried = [stored[name] for name in sorted(tensors.others) if name in stored]
+    if any(file.startswith(THINKER_NAMES) for file in files):
+        carried += [file for file in files if not file.startswith(THINKER_NAMES)]
+    rules = [
+        Rule(name, (Rows(stored[name], shape[0]),), fp32=name in tensors.float32)
+        for name, shape in tensors.shapes.items()
+    ]
+    return WeightMap(tuple(rules), carried=tuple(carried))
