@@ -1,11 +1,11 @@
-"""GLM-4 and the language model of GLM-4.1V: half of each head rotates, neighbours together; GLM-4-0414 and 4.1V have
-norms around both blocks."""
+"""GLM-4 and the language models of GLM-4.1V and GLM-OCR: half of each head rotates, neighbours together; all but the
+first have norms around both blocks."""
 
 from dataclasses import replace
 
 from mimo_train.families.base import NAMES, Family, Names
 from mimo_train.families.rope import Rope
-from mimo_train.families.usual import Biases
+from mimo_train.families.usual import NEXT_TOKENS, Biases
 from mimo_train.families.windows import Windows
 
 _NAMES: Names = {**NAMES, "mlp": {"fused": "mlp.gate_up_proj", "down": "mlp.down_proj"}}
@@ -39,3 +39,4 @@ GLM4V_TEXT = replace(
     spellings=(Windows(), Rope(partial=1.0, axes=(8, 12, 12))),
     always={**GLM4.always, "qkv_bias": True},
 )
+GLM_OCR_TEXT = replace(GLM4V_TEXT, type="glm_ocr_text", defaults={}, always=GLM4.always, carried=NEXT_TOKENS)

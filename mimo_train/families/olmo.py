@@ -1,10 +1,10 @@
-"""OLMo 2 and 3: norms behind both blocks alone, and over all heads of queries and of keys."""
+"""OLMo 2 and 3: norms behind both blocks alone, and over all heads of queries and of keys, which OLMoE has too."""
 
 from dataclasses import replace
 
 from mimo_train.families.base import NAMES, Config, Family
 from mimo_train.families.rope import Rope, TwoRopes
-from mimo_train.families.usual import ATTENTION_BIAS
+from mimo_train.families.usual import ATTENTION_BIAS, QwenExperts
 from mimo_train.families.windows import Windows
 
 
@@ -27,4 +27,15 @@ OLMO3 = replace(
     type="olmo3",
     architecture="Olmo3ForCausalLM",
     spellings=(Windows(_three_of_four, by_layer=True), TwoRopes(5e5, local_theta=5e5), ATTENTION_BIAS),
+)
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    (Windows(), Rope(), ATTENTION_BIAS, QwenExperts("num_experts")),
+    always={"qk_norm": True, "qk_norm_over_heads": True},
+    # All layers have experts, of the width that others have without.
+    aliases={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
+    ignored=("moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    defaults={"decoder_sparse_step": 1, "mlp_only_layers": None},
+    never={"clip_qkv": (None,)},
 )

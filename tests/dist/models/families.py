@@ -274,6 +274,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     },
+    "glm_ocr_text": {"model_type": "glm_ocr_text", "rope_parameters": _PARTIAL},
+    "olmoe": {"model_type": "olmoe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
     "cohere2": {
         "model_type": "cohere2",
         "head_dim": 8,
@@ -351,6 +353,7 @@ def with_output_layer(config: Any) -> Any:
     from transformers import conversion_mapping, modeling_outputs
     from transformers.models.glm4v.modeling_glm4v import Glm4vTextModel
     from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeTextModel
+    from transformers.models.glm_ocr.modeling_glm_ocr import GlmOcrTextModel
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel
@@ -358,6 +361,7 @@ def with_output_layer(config: Any) -> Any:
 
     parts = {
         "glm4v_text": Glm4vTextModel,
+        "glm_ocr_text": GlmOcrTextModel,
         "glm4v_moe_text": Glm4vMoeTextModel,
         "qwen2_vl_text": Qwen2VLTextModel,
         "qwen2_5_omni_text": Qwen2_5OmniThinkerTextModel,

@@ -73,6 +73,7 @@ ODD = {
     | {"partial_rotary_factor": 0.2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 5]}},
     "gpt_oss": EXPERTS | {"num_local_experts": 5, "swiglu_limit": 3.0, "rope_theta": 150000.0},
     "olmo3": {"rope_theta": 5e5},
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "cohere2": {"logit_scale": 0.7, "layer_norm_eps": 1e-3, "sliding_window_pattern": 2},
     "phi3": {"partial_rotary_factor": 0.6},
     "gemma2": GEMMA,
@@ -83,6 +84,7 @@ ODD["kimi_k2"] = ODD["deepseek_v3"]
 ODD["qwen3_vl_moe_text"] = EXPERTS | QWEN_MOE | ODD["qwen3_vl_text"]
 ODD["qwen3_omni_moe_text"] |= ODD["qwen3_vl_text"]
 ODD |= dict.fromkeys(("qwen2_vl_text", "qwen2_5_omni_text"), ODD["qwen2_5_vl_text"])
+ODD["glm_ocr_text"] = ODD["glm4v_text"]
 NEEDED = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_scaling"}),
     **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), {"num_experts_per_tok", "topk_group"}),

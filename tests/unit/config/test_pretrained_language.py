@@ -108,6 +108,11 @@ def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
             {"model_type": "cohere2", "num_hidden_layers": 3, "sliding_window": None},
             {"no_rope_layers": [0, 1, 2], "window": 0, "parallel_block": True, "normalization": "LayerNorm"},
         ),
+        ({"model_type": "glm_ocr_text"}, {"qkv_bias": False, "post_norms": True, "hidden_size": 1024}),
+        (
+            {"model_type": "olmoe", "intermediate_size": 96, "mlp_only_layers": [0]},
+            {"expert_ffn_hidden_size": 96, "dense_layers": [], "router_renormalise": False, "pre_norms": True},
+        ),
         ({"model_type": "phi3"}, {"partial_rotary_factor": 1.0, "layernorm_epsilon": 1e-5, "head_size": 96}),
         (
             {"model_type": "gemma", "hidden_act": "gelu"},
@@ -198,6 +203,7 @@ def test_a_key_of_its_class_alone_counts():
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: a number above 0 is needed"),
         ({"model_type": "granite", "attention_multiplier": None}, "attention_multiplier is None"),
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ({"model_type": "cohere2", "logit_scale": 0}, "logit_scale is 0: a number above 0 is needed"),
         ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias is False"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
