@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 
 from encoders.base import EncoderSpec
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.attention_mask import mask_of_blocks
 from mimo_train.models.documents import documents_of
@@ -68,6 +69,9 @@ class PlacedMimoModel(MimoModel):
         Returns:
             (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
             mask) elsewhere.
+
+        Raises:
+            UserError: no `blocks`, and the model has tokens that see later ones.
         """
         received = getattr(self, "input_tensors", None) or {}
         features = self._encode(modality_inputs or {}, received)
@@ -86,8 +90,16 @@ class PlacedMimoModel(MimoModel):
                 received[name] = sum_gradients(rows, self._cp_group)
         if self.role.is_first_stage(LANGUAGE) and unwrap_model(self.language_model).config.deepstack:
             received = self._without_deepstack(received, input_ids)
+        config = unwrap_model(self.language_model).config
         if blocks is not None:
-            attention_mask = mask_of_blocks(blocks, documents, unwrap_model(self.language_model).config)
+            attention_mask = mask_of_blocks(blocks, documents, config)
+        elif config.bidirectional:
+            has_items = any(len(rows) for name, rows in received.items() if name != LANGUAGE)
+            if has_items or config.bidirectional == "prefix":
+                raise UserError(
+                    "the forward step does not say which tokens see later ones, as some do in this model: give the "
+                    "model the `blocks` of the microbatch"
+                )
         return self._forward_language_module(
             input_ids, position_ids, attention_mask, loss_mask, labels, received, {"documents": documents}
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from mimo_train.config.errors import ConfigError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.pretrained.config_of_directory import config_of_directory
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from mimo_train.layout.run import resolve
@@ -147,6 +147,21 @@ def _export_half_in_fp32(cfg, arguments: list[str]):
     run.train(1)
     run.save()
     return command(arguments)
+
+
+def _without_blocks(cfg) -> str:
+    """On a rank: what a forward step is told that gives the model no blocks."""
+    from mimo_train.training.step import forward_step
+
+    forward_step.MODEL_INPUTS = tuple(name for name in forward_step.MODEL_INPUTS if name != "blocks")
+    with pytest.raises(UserError) as error:
+        train(cfg)
+    return str(error.value)
+
+
+def test_a_forward_step_that_drops_the_tokens_that_see_later_ones_is_named(published, tmp_path):
+    cfg = composed(published("gemma3")[0], tmp_path, "data.sequence_length=300", *LAYOUTS["one process"])
+    assert run_ranks(_without_blocks, 1, cfg)[0].startswith("the forward step does not say which tokens see later ones")
 
 
 def test_tokens_features_and_names_of_further_types_are_those_of_transformers(tmp_path):
