@@ -1,7 +1,7 @@
-"""Sizes of the image or audio side of a model of `transformers`, from its directory."""
+"""Sizes of encoders of `transformers`, from their directories: the image or audio side of a model."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from encoders.errors import EncoderError
 from encoders.key_rules import MOST_WIDTH, FixedKeys, key
@@ -15,17 +15,96 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class MediaSpec(FixedKeys, PlainSpec):
-    """Base of the specs of images and audio. All but the directory is read there: `pretrained` fills it in."""
+class ProcessorSpec(FixedKeys, PlainSpec):
+    """Base of the specs of encoders whose items their own processor reads. Sizes are read in the directory:
+    `pretrained` fills them in."""
 
     path: str = ""
     """Directory of the model, with its processor."""
     hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of the features, that of the language model."""
-    pad: int = key(-1, at_least=-1)
-    """Id of the tokens that features replace."""
+    """Width of the features."""
     parameters: int = key(0, at_least=0, at_most=2**50)
     """Number of parameters."""
+
+    if TYPE_CHECKING:
+
+        def processor(self) -> Any:
+            """Return the processor. Raise EncoderError if it cannot be loaded."""
+
+        def tensors(self) -> Tensors:
+            """Return the shapes and names of the weights. Raise EncoderError if transformers cannot build the model."""
+
+        def rate(self) -> float:
+            """Return the largest probability of dropout in config.json."""
+
+    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
+        return extent0, extent1
+
+    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+        """Return the features: tokens inside the encoder are not known."""
+        return self.output_tokens(extent0, extent1)
+
+    def output_tokens(self, extent0: int, extent1: int, /) -> int:
+        return int(self.processor().rows(extent0, extent1))
+
+    def num_parameters(self) -> int:
+        return self.parameters
+
+    def faults(self) -> list[tuple[str, str]]:
+        if not self.path:
+            return [("path", "is empty: set pretrained of the module to a directory of transformers")]
+        try:
+            self.processor()
+        except EncoderError as error:
+            return [("path", str(error))]
+        rate = self.rate()
+        if self.dropout not in (0, rate):
+            return [("dropout", f"is {self.dropout:g}: set it to {rate:g} as in config.json, or to 0 for none")]
+        return super().faults()
+
+
+@dataclass
+class ImageItems(ProcessorSpec):
+    """Base of the specs of images."""
+
+    kind: ClassVar[str] = "image"
+    medium: ClassVar[str] = "image"
+    placeholder: ClassVar[str] = "<image>"
+
+
+@dataclass
+class AudioItems(ProcessorSpec):
+    """Base of the specs of audio."""
+
+    max_seconds: float = key(30.0, above=0, at_most=86400)
+    """Longest audio, in seconds. A sample with a longer one is bad."""
+
+    kind: ClassVar[str] = "audio"
+    medium: ClassVar[str] = "clip"
+    placeholder: ClassVar[str] = "<audio>"
+
+    def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
+        """Return (samples, samples per second), resampled. Raise EncoderError if it is longer than `max_seconds`."""
+        if samples > self.max_seconds * rate:
+            raise EncoderError(
+                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
+                "clip, or raise it"
+            )
+        processor = self.processor()
+        return processor.length(samples, rate), processor.sample_rate
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        most, seconds = "up to " if self.sizes_vary else "", f"up to {self.max_seconds:g} s"
+        rate = f"{self.processor().sample_rate} samples a second, {seconds}"
+        return rate, f"{most}{self.most_inner_tokens()}", f"{most}{self.most_tokens(merge)}"
+
+
+@dataclass
+class MediaSpec(ProcessorSpec):
+    """Base of the specs of the image or audio side of a model with a language model."""
+
+    pad: int = key(-1, at_least=-1)
+    """Id of the tokens that features replace."""
     axes: bool = False
     """The language model has positions in time, row and column."""
     bidirectional: str = key("", choices=("", "items", "prefix"))
@@ -67,18 +146,8 @@ class MediaSpec(FixedKeys, PlainSpec):
 
         return structure_of(self.path).of_kind(self.kind)
 
-    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
-        return extent0, extent1
-
-    def output_tokens(self, extent0: int, extent1: int, /) -> int:
-        return self.num_tokens(extent0, extent1)
-
-    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        """Return the tokens in the sequence: those inside the encoder are not known."""
-        return self.num_tokens(extent0, extent1)
-
     def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        return self.processor().rows(extent0, extent1)
+        return self.output_tokens(extent0, extent1)
 
     def joined(self, merge: int) -> int:
         return 1
@@ -89,22 +158,10 @@ class MediaSpec(FixedKeys, PlainSpec):
     def most_inner_tokens(self, merge: int = 1) -> int:
         return self.most_tokens()
 
-    def num_parameters(self) -> int:
-        return self.parameters
-
-    def faults(self) -> list[tuple[str, str]]:
-        if not self.path:
-            return [("path", "is empty: set pretrained of the module to a directory of transformers")]
-        try:
-            self.processor()
-        except EncoderError as error:
-            return [("path", str(error))]
+    def rate(self) -> float:
         from encoders.transformers_media.directory import dropout_of, hf_config
 
-        rate = dropout_of(hf_config(self.path))
-        if self.dropout not in (0, rate):
-            return [("dropout", f"is {self.dropout:g}: set it to {rate:g} as in config.json, or to 0 for none")]
-        return super().faults()
+        return dropout_of(hf_config(self.path))
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         return (
@@ -113,15 +170,12 @@ class MediaSpec(FixedKeys, PlainSpec):
 
 
 @dataclass
-class MediaImages(MediaSpec):
+class MediaImages(ImageItems, MediaSpec):
     """The image side of a model of `transformers`."""
 
     name: str = "media_images"
     family: str = "media_images"
 
-    kind: ClassVar[str] = "image"
-    medium: ClassVar[str] = "image"
-    placeholder: ClassVar[str] = "<image>"
     PROBES: ClassVar[tuple[tuple[int, int], ...]] = ((336, 336), (1024, 1024), (512, 1024), (1024, 512))
 
     def token_grid(self, height: int, width: int, /, *, merge: int = 1) -> tuple[int, int] | None:
@@ -133,31 +187,11 @@ class MediaImages(MediaSpec):
 
 
 @dataclass
-class MediaAudio(MediaSpec):
+class MediaAudio(AudioItems, MediaSpec):
     """The audio side of a model of `transformers`."""
 
     name: str = "media_audio"
     family: str = "media_audio"
-    max_seconds: float = key(30.0, above=0, at_most=86400)
-    """Longest audio, in seconds. A sample with a longer one is bad."""
-
-    kind: ClassVar[str] = "audio"
-    medium: ClassVar[str] = "clip"
-    placeholder: ClassVar[str] = "<audio>"
-
-    def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
-        """Return (samples, samples per second), resampled. Raise EncoderError if it is longer than `max_seconds`."""
-        if samples > self.max_seconds * rate:
-            raise EncoderError(
-                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
-                "clip, or raise it"
-            )
-        processor = self.processor()
-        return processor.length(samples, rate), processor.sample_rate
 
     def most_tokens(self, merge: int = 1) -> int:
         return self.num_tokens(int(self.max_seconds * 1000), 1000)
-
-    def describe_input(self, merge: int) -> tuple[str, str, str]:
-        seconds = f"up to {self.max_seconds:g} s"
-        return f"{self.processor().sample_rate} samples a second, {seconds}", "not known", f"up to {self.most_tokens()}"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from encoders.errors import EncoderError
-from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
-from encoders.plain.spec import PlainSpec
+from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, key
+from encoders.transformers_media.spec import AudioItems, ImageItems, ProcessorSpec
 
 if TYPE_CHECKING:
     from encoders.transformers_media.directory import Tensors
@@ -13,15 +13,9 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class AutoTowerSpec(FixedKeys, PlainSpec):
-    """Base of the specs of images and audio. Sizes are read in the directory: `pretrained` fills them in."""
+class AutoTowerSpec(ProcessorSpec):
+    """Base of the specs of images and audio."""
 
-    path: str = ""
-    """Directory of the model, with its image processor or feature extractor."""
-    hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Width of the features."""
-    parameters: int = key(0, at_least=0, at_most=2**50)
-    """Number of parameters."""
     layers: int = key(0, at_least=0, at_most=MOST_LAYERS)
     """Number of layers, for estimates; 0: unknown."""
     hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
@@ -50,15 +44,6 @@ class AutoTowerSpec(FixedKeys, PlainSpec):
     def sizes_vary(self) -> bool:
         return not self.processor().has_one_size
 
-    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
-        return extent0, extent1
-
-    def output_tokens(self, extent0: int, extent1: int, /) -> int:
-        return self.processor().rows(extent0, extent1)
-
-    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        return self.output_tokens(extent0, extent1)
-
     def activations(self) -> int:
         """Return roughly how many numbers the backward pass of the largest item keeps: in each layer and for each token
         inputs and outputs of norms, the attention's, and two of a feed-forward block of four times the width."""
@@ -67,34 +52,27 @@ class AutoTowerSpec(FixedKeys, PlainSpec):
     def attention_width(self) -> int:
         return self.layers * self.hidden_size
 
-    def num_parameters(self) -> int:
-        return self.parameters
+    def rate(self) -> float:
+        return self.processor().dropout
 
     def faults(self) -> list[tuple[str, str]]:
-        if not self.path:
-            return [("path", "is empty: set pretrained of the module to a directory of transformers")]
-        try:
-            reader = self.processor()
-        except EncoderError as error:
-            return [("path", str(error))]
-        if self.dropout not in (0, reader.dropout):
-            text = f"is {self.dropout:g}: set it to {reader.dropout:g} as in config.json, or to 0 for none"
-            return [("dropout", text)]
+        if faults := super().faults():
+            return faults
         layers = self.layers
         if self.hidden_state is not None and layers and not -layers - 1 <= self.hidden_state <= layers:
             text = f"{layers} layers have states {-layers - 1} to {layers}, not {self.hidden_state}"
             return [("hidden_state", text)]
         try:
-            width = reader.width
+            width = self.processor().width
         except EncoderError as error:
             return [("path", str(error))]
         if width != self.hidden_size:
             return [("hidden_state", f"has features of {width}, and the last layer of {self.hidden_size}")]
-        return super().faults()
+        return []
 
 
 @dataclass
-class TowerImages(AutoTowerSpec):
+class TowerImages(ImageItems, AutoTowerSpec):
     """An image encoder of `transformers` as it is, such as SigLIP, DINOv3, ViT or ConvNeXT."""
 
     name: str = "tower_images"
@@ -105,10 +83,6 @@ class TowerImages(AutoTowerSpec):
     """Tokens before the patches (class token, registers); -1: not known."""
     keep_prefix: bool = False
     """Keep the tokens before the patches as features. Needs `projector.merge` 1."""
-
-    kind: ClassVar[str] = "image"
-    medium: ClassVar[str] = "image"
-    placeholder: ClassVar[str] = "<image>"
 
     @property
     def dropped_tokens(self) -> int:
@@ -155,27 +129,11 @@ class TowerImages(AutoTowerSpec):
 
 
 @dataclass
-class TowerAudio(AutoTowerSpec):
+class TowerAudio(AudioItems, AutoTowerSpec):
     """An audio encoder of `transformers` as it is, such as Whisper's, Wav2Vec2, HuBERT or WavLM."""
 
     name: str = "tower_audio"
     family: str = "tower_audio"
-    max_seconds: float = key(30.0, above=0, at_most=86400)
-    """Longest audio, in seconds. A sample with a longer one is bad."""
-
-    kind: ClassVar[str] = "audio"
-    medium: ClassVar[str] = "clip"
-    placeholder: ClassVar[str] = "<audio>"
-
-    def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
-        """Return (samples, samples per second), resampled. Raise EncoderError if it is longer than `max_seconds`."""
-        if samples > self.max_seconds * rate:
-            raise EncoderError(
-                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
-                "clip, or raise it"
-            )
-        reader = self.processor()
-        return reader.length(samples, rate), reader.sample_rate
 
     def num_tokens(self, samples: int, rate: int, /, *, merge: int = 1) -> int:
         """Return the tokens in the sequence; the last one is filled up with zeros."""
@@ -189,11 +147,6 @@ class TowerAudio(AutoTowerSpec):
 
     def most_inner_tokens(self, merge: int = 1) -> int:
         return self.output_tokens(int(self.max_seconds * 1000), 1000)
-
-    def describe_input(self, merge: int) -> tuple[str, str, str]:
-        most, seconds = "up to " if self.sizes_vary else "", f"up to {self.max_seconds:g} s"
-        rate = f"{self.processor().sample_rate} samples a second, {seconds}"
-        return rate, f"{most}{self.most_inner_tokens()}", f"{most}{self.most_tokens(merge)}"
 
     def faults(self) -> list[tuple[str, str]]:
         faults = super().faults()

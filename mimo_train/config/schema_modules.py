@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from encoders.transformers_media.spec import MediaSpec
-from encoders.transformers_media.tower_spec import AutoTowerSpec
+from encoders.transformers_media.spec import ProcessorSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH
@@ -241,7 +240,7 @@ class ModuleConfig(Section):
         place, as_is = f"modules.{name}.implementation", isinstance(self.llm, TransformersLlm)
         if name != LANGUAGE:
             if self.implementation and (self.implementation == "transformers") != isinstance(
-                self.encoder, MediaSpec | AutoTowerSpec
+                self.encoder, ProcessorSpec
             ):
                 text = f"set modules.{name}.pretrained to a directory of transformers, or remove the key"
                 yield Fault(place, f"is {self.implementation!r}, and the encoder is of another kind: {text}")

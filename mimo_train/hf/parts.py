@@ -5,8 +5,7 @@ from pathlib import Path
 
 from encoders.base import EncoderSpec
 from encoders.registry import FAMILIES
-from encoders.transformers_media.spec import MediaSpec
-from encoders.transformers_media.tower_spec import AutoTowerSpec
+from encoders.transformers_media.spec import ProcessorSpec
 from encoders.weight_map import WeightMap
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import Composite, composite_of
@@ -67,7 +66,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             )
             parts.append(Part(name, "", weights, written, *place))
             continue
-        if isinstance(module.encoder, MediaSpec | AutoTowerSpec):
+        if isinstance(module.encoder, ProcessorSpec):
             weights = stored_weights(module.encoder.tensors(), directory.folder, directory.key)
             weights = weights.named(f"{ENCODER}{name}.model.model.")
             parts.append(Part(name, ENCODER, weights, weights, *place))
