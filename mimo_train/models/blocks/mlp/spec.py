@@ -26,7 +26,7 @@ class MlpKeys(LayerKeys):
     activation_clamp: float = key(0.0, at_least=0, zero_means="no bounds")
     """Gated: inputs of the gate are at most this, and what it multiplies is between minus this and this; 0: no
     bounds."""
-    glu_offset: float = 0.0
+    glu_offset: float = key(0.0, at_least=-1e6, at_most=1e6)
     """Gated: added to what the gate multiplies."""
 
     @property
