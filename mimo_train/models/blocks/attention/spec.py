@@ -193,7 +193,7 @@ class Attention(Block):
         two chunks of queries (h). One kernel for packed rows, and attention under a mask, copy the values, which frees
         the fused tensor, and need as many key heads as query heads (4 h in total). Norms of grouped heads copy the
         queries. An output gate is kept with its sigmoid and the gated output (3 h). Sinks copy queries, keys, values
-        and output (2 h + 2 k).
+        and output (2 h + 2 k). Norms over all heads keep queries and keys, and these normalised, in fp32.
         """
         # With fewer key heads than tensor-parallel ranks, each rank has one.
         query, keys = self.query_width, self.width * max(self.key_heads, share.tp)
@@ -208,7 +208,8 @@ class Attention(Block):
             numbers += 3 * query
         if self.sinks:
             numbers += 2 * query + 2 * keys * share.cp
-        return numbers * share.size, 0
+        in_fp32 = 2 * (query + keys) if self.norm_over_heads else 0
+        return numbers * share.size + in_fp32 * 4, 0
 
     def scores(self, sequence: int, samples: int, tp: int, cp: int) -> int:
         """Return the bytes of soft-capped scores: tanh and softmax, 4 + 4 bytes in fp32, 2 + 4 + 2 in half precision

@@ -77,7 +77,7 @@ class ExpertKeys(MlpKeys):
             self.hidden_size,
             self.num_experts,
             self.experts_per_token,
-            Mlp(self.hidden_size, self.expert_width, self.is_gated, self.bias),
+            Mlp(self.hidden_size, self.expert_width, self.is_gated, self.bias, self.activation_clamp > 0),
             Mlp(self.hidden_size, self.shared_expert_ffn_hidden_size, self.is_gated),
             shared_gate=self.shared_expert_gate,
             router_bias=self.router_bias,
@@ -187,14 +187,15 @@ class Experts(Block):
         """Return the bytes of expert rows, router and shared expert.
 
         With k experts per token of width f, E experts and balanced routing, a rank's experts see k rows for each token
-        of the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate): one f more
-        than a dense layer, the product with the router's probability. If ranks share an expert, this rank's rows are
-        also there before they are gathered. The router keeps 3 E numbers in fp32, the shared expert as much as a dense
-        block.
+        of the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate, 8 f with a
+        clamped one): one f more than a dense layer, the product with the router's probability. If ranks share an
+        expert, this rank's rows are also there before they are gathered. The router keeps 3 E numbers in fp32, the
+        shared expert as much as a dense block.
         """
         size, gated, width = share.size, self.expert.gated, self.expert.width
         rows = share.local_tokens * self.per_token * share.etp
-        routed = rows * (self.hidden + (6 if gated else 3) * width // share.etp) * size
+        halves = (6 + 2 * self.expert.clamped) if gated else 3
+        routed = rows * (self.hidden + halves * width // share.etp) * size
         routed += rows // share.etp * self.hidden * size if share.etp > 1 else 0
         shared = share.tokens * (5 if gated else 2) * self.shared.width * size // share.tp
         return 0, routed + shared + share.local_tokens * 3 * self.number * 4

@@ -42,7 +42,7 @@ class MlpKeys(LayerKeys):
 
     def mlp(self) -> "Mlp":
         """Return the block of a dense layer."""
-        return Mlp(self.hidden_size, self.ffn_hidden_size, self.is_gated, self.bias)
+        return Mlp(self.hidden_size, self.ffn_hidden_size, self.is_gated, self.bias, self.activation_clamp > 0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Mlp(Block):
     width: int
     gated: bool
     bias: bool = False
+    clamped: bool = False
 
     @property
     def up(self) -> int:
@@ -84,8 +85,9 @@ class Mlp(Block):
 
     def kept(self, share: Share) -> tuple[int, int]:
         """Return the input and output of the activation function (2 f; 5 f if gated without a fused kernel; 4 f in a
-        plain layer, which splits a gated matmul without a copy)."""
+        plain layer, which splits a gated matmul without a copy; 2 f more for clamped halves)."""
         numbers = ((4 if share.plain else 5) if self.gated else 2) * self.width - (self.width if share.frozen else 0)
+        numbers += 2 * self.width if self.clamped else 0
         return numbers * share.size, 0
 
     def work(self, share: Share) -> int:
