@@ -82,6 +82,12 @@ def _idefics3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     return config, library.Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
+def _smolvlm(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+    config = library.SmolVLMConfig(vision_config=VISION, text_config=library.LlamaConfig(**TEXT), scale_factor=2)
+    images = library.SmolVLMImageProcessor(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
+    return config, library.SmolVLMProcessor(images, tokenizer, library.SmolVLMVideoProcessor(), image_seq_len=4)
+
+
 def _audioflamingo3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     audio = {
         "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48,
@@ -265,6 +271,7 @@ MODELS = {
     "internvl": _internvl,
     "mistral3": _mistral3,
     "idefics3": _idefics3,
+    "smolvlm": _smolvlm,
     "audioflamingo3": _audioflamingo3,
     "gemma3": _gemma3,
     "paligemma": _paligemma,
