@@ -96,8 +96,8 @@ def resolve(placeholders: Sequence[Placeholder], written: Callable[[str], str | 
 def _resolve_first(item: Placeholder, written: str | None) -> Placeholder:
     if written is None and item.mark:
         raise DataError(
-            f"data.chat_template: nothing writes {item.mark!r} for {NOUNS.get(item.kind, 'media')}. Remove the "
-            "module's placeholder.mark"
+            f"data.chat_template: nothing writes {item.mark!r} for {NOUNS.get(item.kind, 'media')}. Use the tokenizer "
+            "and chat template of the model's directory, or remove the module's placeholder.mark"
         )
     if not item.pad and written is not None:
         for mark, start, pad, end in _FAMILIES[item.kind]:

@@ -266,6 +266,7 @@ class Tensors:
     def __init__(self, model: PreTrainedModel):
         self._prefix, self._state = model.base_model_prefix, model.state_dict()
         self.float32 = float32_names(model, torch.bfloat16)
+        self._optional = "|".join((*model.all_tied_weights_keys, *(model._keys_to_ignore_on_load_missing or ())))
         conversions = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -279,6 +280,22 @@ class Tensors:
             if converter is None and name in self._state:
                 stored[name] = file
         return stored
+
+    def unlike(self, files: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return what a directory with tensors of these shapes lacks: missing tensors, and those with other shapes. Of
+        tensors that transformers joins as it reads them only names are compared, and none if it splits any."""
+        missing, wrong = set(self._state), []
+        for file, shape in files.items():
+            name, pattern = self._renamed(file)
+            if name not in self._state and file in self._state:
+                name, pattern = file, None  # saved as it is in memory
+            if any(pattern in entry.source_patterns and len(entry.target_patterns) > 1 for entry in self._converters):
+                return []
+            missing.discard(name)
+            if pattern is None and name in self._state and tuple(self._state[name].shape) != shape:
+                wrong.append(f"{file} is {shape}, and {tuple(self._state[name].shape)} here")
+        required = (name for name in sorted(missing) if not (self._optional and re.search(self._optional, name)))
+        return [*(f"{name} is missing" for name in required), *wrong]
 
     def _renamed(self, file: str) -> tuple[str, str | None]:
         return cast(

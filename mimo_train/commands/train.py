@@ -212,6 +212,7 @@ def held_out_line(line: dict[str, float], at: str = "eval/") -> str:
 def _try_it(run: "Run") -> str:
     """A command that queries the checkpoint about a held-out sample of the report; writes the media to files."""
     from encoders.registry import is_path
+    from encoders.transformers_media.spec import MediaSpec
     from mimo_train.config.compose import to_dict
     from mimo_train.config.user_code import CALLBACKS, FORWARD_STEP, code_named
 
@@ -221,9 +222,10 @@ def _try_it(run: "Run") -> str:
     sample = next(
         (sample for sample in samples if sample["images"] or sample["clips"]), samples[0] if samples else None
     )
-    # Without a held-out sample, the files are the user's to name.
-    kinds = dict.fromkeys(module.encoder.kind for module in run.cfg.encoders.values())
-    prompt, media = "Hello", "".join(f" --{kind} FILE" for kind in kinds) if sample is None else ""
+    # The report has no media without a held-out sample, or of a media half: then the files are the user's to name.
+    encoders = [module.encoder for module in run.cfg.encoders.values()]
+    kinds = dict.fromkeys(each.kind for each in encoders if sample is None or isinstance(each, MediaSpec))
+    prompt, media = "Hello", ""
     if sample is not None:
         prompt = (sample["question"] or sample["truth"][:20]).strip()
         for option, field, extension in (("--image", "images", "png"), ("--audio", "clips", "wav")):
@@ -231,6 +233,7 @@ def _try_it(run: "Run") -> str:
                 file = run_dir / f"held_out{at or ''}.{extension}"
                 file.write_bytes(base64.b64decode(content))
                 media += f" {option} {shlex.quote(str(file))}"
+    media = media or "".join(f" --{kind} FILE" for kind in kinds)
     own_encoder = any(
         key not in (CALLBACKS, FORWARD_STEP) and any(map(is_path, names))
         for key, names in code_named(to_dict(run.cfg)).items()

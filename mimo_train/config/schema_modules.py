@@ -102,7 +102,8 @@ class LoraConfig(Section):
     """Dropout probability of the adapters' input."""
     targets: list[str] = field(default_factory=lambda: list(ADAPTED))
     """Shell patterns of linear layers with adapters: `linear_qkv`, PEFT's names such as `q_proj`, or full names such as
-    `"*.layers.[0-3].*linear_proj"`. See docs/frozen.md#targets."""
+    `"*.layers.[0-3].*linear_proj"`. By default all linear layers of the transformer layers but experts and routers. See
+    docs/frozen.md#targets."""
     rslora: bool = False
     """Multiply by `alpha / sqrt(rank)` instead (rsLoRA, arXiv 2312.03732)."""
     dora: bool = False

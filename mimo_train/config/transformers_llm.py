@@ -133,6 +133,17 @@ def parameters_of(model_config: Mapping[str, Any]) -> "Parameters":
     return _parameters(_text(model_config))
 
 
+def unlike(model_config: Mapping[str, Any], files: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return what a directory with tensors of these shapes lacks of a model. Raises Unsupported."""
+    import torch
+
+    from encoders.transformers_media.directory import Tensors
+
+    config = transformers_config(model_config)
+    with torch.device("meta"):
+        return Tensors(alone(class_of(config)._from_config(config))).unlike(files)
+
+
 @dataclass(frozen=True)
 class Parameters:
     """The parameters of a model."""

@@ -176,9 +176,8 @@ def _frozen_adapters(name: str, module: ModuleConfig, adapters: dict[str, Adapte
 
 
 def _targets(module: ModuleConfig) -> list[str]:
-    """Return `lora.targets`; by default all linear layers of a class of transformers."""
-    is_default = module.lora.targets == list(ADAPTED)
-    return ["*"] if isinstance(module.llm, TransformersLlm) and is_default else module.lora.targets
+    """Return `lora.targets`; by default all linear layers of the transformer layers that can have adapters."""
+    return ["*"] if module.lora.targets == list(ADAPTED) else module.lora.targets
 
 
 def _matches(pattern: str, linear: Linear) -> set[str]:

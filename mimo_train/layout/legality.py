@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
+from fnmatch import fnmatchcase
 
 from data.text_format import plural
 from encoders.base import joint_faults
@@ -9,10 +10,10 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import value_faults
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
-from mimo_train.config.transformers_llm import TransformersLlm, Unsupported, parameters_of
+from mimo_train.config.transformers_llm import MODEL, TransformersLlm, Unsupported, parameters_of
 from mimo_train.layout.ranks import layers_of_stage
 from mimo_train.models.blocks.base import tp_faults
 
@@ -283,6 +284,11 @@ def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         yield Fault(f"{key}.recompute", f"selective {why}. Set none, or full")
     elif recompute == "full" and not parameters.can_recompute:
         yield Fault(f"{key}.recompute", "full is not supported by this class of transformers. Set none")
+    names = [MODEL + name for name in parameters.shapes]
+    for field in ("freeze", "freeze_until"):
+        for entry in getattr(cfg.language, field):
+            if not any(fnmatchcase(name, PARTS.get(entry, entry)) for name in names):
+                yield Fault(f"{key}.{field}", f"{entry!r} matches no parameter; names look like {', '.join(names[:3])}")
     if cfg.optim.overlap_grad_reduce:
         yield Fault(
             "optim.overlap_grad_reduce",

@@ -11,6 +11,7 @@ from pathlib import Path
 from data.storage.url import Place, place_of
 from encoders.base import most_tokens
 from encoders.key_rules import MOST, near_names
+from encoders.transformers_media.spec import MediaSpec
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
@@ -237,11 +238,13 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
         tokens = most_tokens(encoder, module.projector)
         if tokens > cfg.data.sequence_length > 0:
             read_as, patches, _ = encoder.describe_input(merge)
+            details, remedy = f"{read_as}, {patches}, merge {merge}", f"raise {prefix}.projector.merge"
+            if isinstance(encoder, MediaSpec):
+                details, remedy = read_as, f"lower the sizes in the processor of {encoder.path}"
             yield Fault(
                 "data.sequence_length",
-                f"one {encoder.medium} takes {tokens} tokens of {prefix} ({read_as}, {patches}, merge {merge}), a "
-                f"sequence has only {cfg.data.sequence_length}: raise it above {tokens}, or raise "
-                f"{prefix}.projector.merge",
+                f"one {encoder.medium} takes {tokens} tokens of {prefix} ({details}), a sequence has only "
+                f"{cfg.data.sequence_length}: raise it above {tokens}, or {remedy}",
             )
 
 

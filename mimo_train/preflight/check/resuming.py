@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from data.storage.url import Place, place_of
+from data.text_format import listed
 from encoders.errors import EncoderError
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT, base_of
@@ -18,13 +19,15 @@ from mimo_train.checkpoint.resume.same_run import (
 )
 from mimo_train.config.compose import to_dict
 from mimo_train.config.errors import Fault, UserError
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.paths import folder_fault
 from mimo_train.config.pretrained.fill_in import pretrained_folders
 from mimo_train.config.pretrained.hub import NoHeadersError, tensors_of
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.transformers_llm import TransformersLlm, unlike
 from mimo_train.config.user_code import code_named
 from mimo_train.estimate.parameters import embedding_rows
-from mimo_train.hf.matching import MatchedPart, require_no_others
+from mimo_train.hf.matching import SHOWN, MatchedPart, require_no_others
 from mimo_train.hf.parts import pretrained_parts
 from mimo_train.layout.ranks import RunLayout, lay_out
 from mimo_train.layout.run import all_made
@@ -134,6 +137,12 @@ def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
     if faults or not is_read or any(fault.key.startswith("modules") for fault in report.faults):
         return
     key = ""
+    llm, language = cfg.language.llm, cfg.language.pretrained
+    if isinstance(llm, TransformersLlm) and language:
+        shapes = {name: entry.shape for name, entry in tensors[Path(language)].items()}
+        if wrong := unlike(llm.model_config, shapes):
+            text = f"the tensors of {language} are not those of its config.json: {listed(wrong, SHOWN, between='; ')}"
+            report.faults.append(Fault(f"modules.{LANGUAGE}.pretrained", f"{text}. Copy the directory again"))
     try:
         parts = pretrained_parts(cfg, embedding_rows(cfg.llm, cfg.llm.vocab_size))
         matched = []

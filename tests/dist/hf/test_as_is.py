@@ -2,12 +2,16 @@
 exports."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from mimo_train.preflight.check import check
 from tests.dist.commands import command
 from tests.dist.hf.one_step import BOUND, difference
 from tests.dist.hf.test_pretrained import pretrained, tensors
@@ -450,6 +454,7 @@ def test_rejected_by_name(prose, models, tmp_path):
         "modules.language.layout.tp=2": r"modules\.language\.layout\.tp: is 2, but a language model of transformers",
         "modules.language.layout.pp=2": r"modules\.language\.layout\.pp: is 2",
         "modules.language.layout.cp=2": r"modules\.language\.layout\.cp: is 2",
+        "modules.language.freeze=['*embedding*']": r"modules\.language\.freeze: '\*embedding\*' matches no parameter",
         "optim.overlap_grad_reduce=true": r"optim\.overlap_grad_reduce: .* may get no gradient",
         "modules.language.layout.ep=2": r"modules\.language\.layout\.ep: is 2",
         "modules.language.implementation=native": "of language models, these can be read",
@@ -462,6 +467,17 @@ def test_rejected_by_name(prose, models, tmp_path):
     for override, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
             resolve(run_of("gpt_tiny", tmp_path, prose, models / "cohere", override))
+    for change, message in (
+        ("missing", "q_proj.weight is missing"),
+        ("short", "q_proj.weight is .1, 32., and .32, 32. here"),
+    ):
+        shutil.copytree(models / "cohere", folder := tmp_path / change)
+        values = tensors(folder)
+        name = next(name for name in values if name.endswith("q_proj.weight"))
+        value = values.pop(name)
+        save_file(values | ({name: value[:1].clone()} if change == "short" else {}), folder / "model.safetensors")
+        report = check(run_of("gpt_tiny", tmp_path, prose, folder))
+        assert any(re.search(message, fault.message) for fault in report.faults), report.faults
     damaged = tmp_path / "quantised"
     damaged.mkdir()
     config = json.loads((models / "lfm2" / "config.json").read_text())

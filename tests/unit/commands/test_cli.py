@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from encoders.transformers_media.spec import MediaImages
 from mimo_train.cli import main
 from mimo_train.commands import train
 from mimo_train.config import compose
@@ -255,6 +256,9 @@ def test_the_command_to_try_next_can_be_pasted(tmp_path):
     words = shlex.split(train._try_it(run))[1:]
     image = str(run.dir / "held_out.png")
     assert words == ["generate", str(run.dir), "--image", image, "--prompt", "It's?"]
+    cfg.modules["images"].encoder = MediaImages()  # of which a report shows no images
+    (run.dir / "samples.json").write_text(json.dumps([sample | {"images": []}]))
+    assert shlex.split(train._try_it(run))[3:] == ["--image", "FILE", "--prompt", "It's?"]
 
 
 def test_ranks_that_are_not_there_are_refused_before_anything_is_checked(capsys):

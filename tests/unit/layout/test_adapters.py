@@ -1,5 +1,7 @@
 """Targets of adapters: matches, errors, and parameters counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from mimo_train.config.llm_spec import LlmSpec
@@ -22,6 +24,28 @@ def faults(values: dict) -> dict[str, str]:
 def adapted(*targets: str, **options) -> dict[str, tuple[str, ...]]:
     module = ModuleConfig(llm=SPEC, lora=LoraConfig(rank=3, targets=list(targets), **options))
     return {name: one.projections for name, one in adapted_linears(LANGUAGE, module, 8).items()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]),
+        ({"num_experts": 4, "dense_layers": [1]}, ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]),
+        ({"num_experts": 4}, ["linear_qkv", "linear_proj"]),
+        (
+            {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2, "num_experts": 4},
+            ["linear_q_proj", "linear_kv_up_proj", "linear_proj"],
+        ),
+        (
+            {"linear_attention_layers": [0, 1], "num_experts": 4},
+            ["in_proj", "linear_proj", "linear_qkv", "out_proj"],
+        ),
+    ],
+)
+def test_targets_are_by_default_the_linear_layers_of_the_blocks(keys, expected):
+    module = ModuleConfig(llm=replace(SPEC, **keys), lora=LoraConfig(rank=3))
+    names = {name.rpartition(".")[2] for name in adapted_linears(LANGUAGE, module, 8)}
+    assert names == set(expected)
 
 
 def numbers(*targets: str, dora: bool = False, **place) -> int:
@@ -60,7 +84,6 @@ def numbers(*targets: str, dora: bool = False, **place) -> int:
             "'encoder' freezes the adapters",
         ),
         ({"modules.language.freeze": ["llm"]}, "modules.language.freeze", "adapters of modules.language.lora.rank 4"),
-        ({"modules.language.llm.num_experts": 4}, "modules.language.lora.targets", "the 4 experts"),
         (
             {"modules.language.llm.num_query_groups": 1, "modules.language.layout.tp": 2},
             "modules.language.layout.tp",
