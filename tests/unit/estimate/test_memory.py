@@ -84,6 +84,18 @@ def test_capped_scores_are_kept_unless_they_are_computed_again(recompute):
         assert more == 0 < work <= scores  # scores of the layer that is recomputed
 
 
+def test_masks_of_tokens_that_see_later_ones_by_hand(monkeypatch):
+    options = ("layout=one_process", "data.sequence_length=70", "train.micro_batch_size=2")
+    causal = resolved(*options)
+    assert memory.mask_bytes(causal.cfg) == 0
+    monkeypatch.setattr(type(causal.cfg.modules["images"].encoder), "bidirectional", "items")
+    # Two samples of 70 x 70 in fp32; another mask for layers with a window; the square of a packed row.
+    assert memory.mask_bytes(causal.cfg) == 2 * 70**2 * 4
+    windows = resolved(*options, "modules.language.llm.window=8", "train.precision=bf16").cfg
+    assert memory.mask_bytes(windows) == 2 * (2 * 70**2) * 2
+    assert memory.mask_bytes(resolved(*options, "data.pack=true", "data.pack_length=200").cfg) == 200**2 * 4
+
+
 def test_full_recompute_keeps_inputs_and_works_on_one_layer():
     kept = resolved("layout=language_one", config="gpt_tiny")
     (none,) = memory.stage_memory(kept, "language", 384)
