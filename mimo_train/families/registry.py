@@ -8,6 +8,7 @@ from mimo_train.families.base import Family, fault
 from mimo_train.families.cohere import COHERE2
 from mimo_train.families.deepseek import DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, HY_V3, KIMI_K2
 from mimo_train.families.ernie4_5 import ERNIE4_5
+from mimo_train.families.exaone4 import EXAONE4
 from mimo_train.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from mimo_train.families.glm import GLM, GLM4, GLM4V_TEXT, GLM_OCR_TEXT
 from mimo_train.families.glm_moe import GLM4_MOE, GLM4V_MOE_TEXT
@@ -79,6 +80,7 @@ FAMILIES: dict[str, Family] = {
         COHERE2,
         GLM_OCR_TEXT,
         OLMOE,
+        EXAONE4,
     )
 }
 """The families of this package. An export of a model made here is of the first that supports it."""

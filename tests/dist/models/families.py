@@ -275,6 +275,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "glm_ocr_text": {"model_type": "glm_ocr_text", "rope_parameters": _PARTIAL},
+    "exaone4": {
+        "model_type": "exaone4",
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "olmoe": {"model_type": "olmoe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
     "cohere2": {
         "model_type": "cohere2",

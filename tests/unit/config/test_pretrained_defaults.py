@@ -74,6 +74,7 @@ ODD = {
     "gpt_oss": EXPERTS | {"num_local_experts": 5, "swiglu_limit": 3.0, "rope_theta": 150000.0},
     "olmo3": {"rope_theta": 5e5},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "exaone4": {"sliding_window_pattern": 2},
     "cohere2": {"logit_scale": 0.7, "layer_norm_eps": 1e-3, "sliding_window_pattern": 2},
     "phi3": {"partial_rotary_factor": 0.6},
     "gemma2": GEMMA,

@@ -113,6 +113,15 @@ def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
             {"model_type": "olmoe", "intermediate_size": 96, "mlp_only_layers": [0]},
             {"expert_ffn_hidden_size": 96, "dense_layers": [], "router_renormalise": False, "pre_norms": True},
         ),
+        (
+            {"model_type": "exaone4", "num_hidden_layers": 5},
+            {"no_rope_layers": [3], "full_attention_layers": [3], "pre_norms": False, "qk_norm_over_heads": False},
+        ),
+        ({"model_type": "exaone4", "sliding_window": None}, {"no_rope_layers": [], "window": 0}),
+        (
+            {"model_type": "exaone4", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+            {"no_rope_layers": [0, 1], "window": 0},
+        ),
         ({"model_type": "phi3"}, {"partial_rotary_factor": 1.0, "layernorm_epsilon": 1e-5, "head_size": 96}),
         (
             {"model_type": "gemma", "hidden_act": "gelu"},
@@ -203,6 +212,7 @@ def test_a_key_of_its_class_alone_counts():
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: a number above 0 is needed"),
         ({"model_type": "granite", "attention_multiplier": None}, "attention_multiplier is None"),
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ({"model_type": "cohere2", "logit_scale": 0}, "logit_scale is 0: a number above 0 is needed"),
         ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias is False"),
