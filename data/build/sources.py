@@ -19,10 +19,10 @@ from data.records.conversation import Visual
 from data.records.members import READABLE, arrange, unread
 from data.records.record_checks import OtherMembers, text_of_file
 from data.records.records import parse_record
-from data.rows.media_columns import media_of_row
 from data.rows.media_values import (
     FileRange,
     MediaItem,
+    media_of_row,
     require_no_media,
 )
 from data.rows.samples import Columns, Sample, make_sample, require_learnable

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from data.errors import DataError
 from data.index.index_file import STAMP, IndexFile, Located, by_folder
 from data.index.indexing import FolderIndex, Progress
-from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex
+from data.index.shard_index import MEMBER, SAMPLE, Codes, Rows, ShardIndex
 from data.storage.files import RETRIES, ShardVersion
 from data.storage.url import Place
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a catalogue, of any shards.
-
-    Attributes:
-        samples: [rows] `SAMPLE`.
-        firsts: int64 [rows + 1], first of each sample's `members`.
-        members: [members] `MEMBER`; `code` indexes `names`.
-        names, kinds: extension and kind of each code.
-    """
-
-    samples: np.ndarray
-    firsts: np.ndarray
-    members: np.ndarray
-    names: list[str]
-    kinds: list[str]
 
 
 class Catalogue:

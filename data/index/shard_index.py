@@ -182,3 +182,21 @@ def pack_keys(keys: list[str]) -> bytes:
     """Compress the keys of a shard: their UTF-8 lengths, uint32, and their bytes."""
     raw = [key.encode("utf-8", "surrogateescape") for key in keys]
     return zlib.compress(np.array([len(encoded) for encoded in raw], dtype="<u4").tobytes() + b"".join(raw))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a catalogue, of any shards.
+
+    Attributes:
+        samples: [rows] `SAMPLE`.
+        firsts: int64 [rows + 1], first of each sample's `members`.
+        members: [members] `MEMBER`; `code` indexes `names`.
+        names, kinds: extension and kind of each code.
+    """
+
+    samples: np.ndarray
+    firsts: np.ndarray
+    members: np.ndarray
+    names: list[str]
+    kinds: list[str]

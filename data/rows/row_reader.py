@@ -17,8 +17,15 @@ from typing import Any
 
 from data.errors import DataError, RecordError, ShardError
 from data.records.members import READABLE
-from data.rows.media_columns import columns_by_name, media_of_row
-from data.rows.media_values import FILE_NAME, FileRange, MediaItem, require_no_media, take_typed_parts
+from data.rows.media_values import (
+    FILE_NAME,
+    FileRange,
+    MediaItem,
+    columns_by_name,
+    media_of_row,
+    require_no_media,
+    take_typed_parts,
+)
 from data.rows.samples import encode_record, with_typed_media
 from data.rows.tables import Layout, labelled, require_known_media
 from data.storage.files import READS, RangeFile, ReadRange, ShardVersion

@@ -14,8 +14,7 @@ from functools import partial
 import numpy as np
 
 from data.errors import reason_of
-from data.index.catalogue import Rows
-from data.index.shard_index import Member, ShardIndex, video_size
+from data.index.shard_index import Member, Rows, ShardIndex, video_size
 from data.media.options import Bounds
 from data.order.order import splitmix
 from data.order.step import StepSamples

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from data.text.tokenizer_directory import COPIED as TOKENIZER_FILES
 from data.text.tokens import Tokenizer
 from encoders.errors import EncoderError
-from encoders.native.whisper.positions import sinusoids
+from encoders.native.whisper.model import sinusoids
 from encoders.pretrained import Published
 from encoders.projectors.weights import connector
 from encoders.registry import FAMILIES

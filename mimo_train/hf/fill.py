@@ -8,7 +8,7 @@ import torch
 
 from data.text_format import listed
 from encoders.initial_weights import fill
-from encoders.native.whisper.positions import sinusoids
+from encoders.native.whisper.model import sinusoids
 from encoders.weight_map import Rows, Rule, WeightMap, spelt
 from mimo_train.config.errors import UserError
 from mimo_train.hf.matching import SHOWN, MatchedPart

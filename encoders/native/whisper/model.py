@@ -7,6 +7,7 @@ Shape suffixes: N audio items, W samples, B frequency or mel bands, F windows, T
 size, R rows: frames of all items.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from torchaudio.functional import melscale_fbanks
 
 from encoders.initial_weights import bare_layer, draw_weights
-from encoders.native.whisper.positions import sinusoids
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.staged import Size, StagedEncoder, by_size, stacked
 
@@ -113,3 +113,12 @@ def log_mel_spectrogram(waves_NW: torch.Tensor, window: torch.Tensor, filters: t
     mels_NBF = (filters.T @ power_NBF).clamp(min=LEAST_POWER).log10()
     mels_NBF = torch.maximum(mels_NBF, mels_NBF.amax(dim=(1, 2), keepdim=True) - DYNAMIC_RANGE)
     return (mels_NBF + 4) / 4
+
+
+def sinusoids(length: int, width: int, device: torch.device) -> torch.Tensor:
+    """Return positions [length, width] in float32: sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi
+    (Whisper's `sinusoids`)."""
+    half = width // 2
+    rates = torch.exp(-math.log(10000) / max(half - 1, 1) * torch.arange(half, device=device))
+    angles = torch.arange(length, device=device)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from encoders.base import num_tokens
 from encoders.errors import EncoderError
-from encoders.native.whisper.model import WhisperEncoder, log_mel_spectrogram, mel_filters
-from encoders.native.whisper.positions import sinusoids
+from encoders.native.whisper.model import WhisperEncoder, log_mel_spectrogram, mel_filters, sinusoids
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
 
