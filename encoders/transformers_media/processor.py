@@ -105,6 +105,12 @@ class MediaProcessor:
         """Return the samples of audio at the processor's rate."""
         return -(-samples * self.sample_rate // rate)
 
+    def cuts(self, seconds: float) -> bool:
+        """True if the processor leaves out the end of audio of this length."""
+        items = silence_and_tone(self.length(int(seconds * 1000), 1000), self.sample_rate)
+        silence, tone = (self._process(item)[0] for item in items)
+        return all(value.equal(tone[name]) for name, value in silence.items() if isinstance(value, torch.Tensor))
+
     def read(self, item: torch.Tensor) -> dict[str, Any]:
         """Return the tensors that the model gets of an item, its tokens as `input_ids`, and the number of its features
         as `rows`.
@@ -194,6 +200,14 @@ class MediaProcessor:
                 if token is not None:
                     return str(getattr(token, "content", token))
         raise EncoderError(f"{type(self._processor).__name__} of {self.path} has no {self.kind} token")
+
+
+def silence_and_tone(length: int, rate: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two items of audio, [length], that differ in their last tenth of a second alone."""
+    silence = torch.zeros(length)
+    tone = silence.clone()
+    tone[-rate // 10 :] = torch.linspace(-1, 1, rate // 10)[-length:]
+    return silence, tone
 
 
 @cache

@@ -98,6 +98,13 @@ class AudioItems(ProcessorSpec):
         rate = f"{self.processor().sample_rate} samples a second, {seconds}"
         return rate, f"{most}{self.most_inner_tokens()}", f"{most}{self.most_tokens(merge)}"
 
+    def faults(self) -> list[tuple[str, str]]:
+        faults = super().faults()
+        if not faults and self.processor().cuts(self.max_seconds):
+            text = f"is {self.max_seconds:g}, and its feature extractor cuts such audio: lower it"
+            faults.append(("max_seconds", text))
+        return faults
+
 
 @dataclass
 class MediaSpec(ProcessorSpec):

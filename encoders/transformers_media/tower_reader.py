@@ -12,6 +12,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoModel, Pr
 
 from encoders.errors import EncoderError
 from encoders.transformers_media.directory import Tensors, hf_config, without_language
+from encoders.transformers_media.processor import silence_and_tone
 
 KINDS = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
 """Kind of media by the main input of a class."""
@@ -174,9 +175,7 @@ class TowerReader:
 
     def cuts(self, seconds: float) -> bool:
         """True if the extractor leaves out the end of audio of this length."""
-        silence = torch.zeros(self.length(int(seconds * 1000), 1000))
-        tone = silence.clone()
-        tone[-self.sample_rate // 10 :] = torch.linspace(-1, 1, self.sample_rate // 10)
+        silence, tone = silence_and_tone(self.length(int(seconds * 1000), 1000), self.sample_rate)
         return self._process(silence).equal(self._process(tone))
 
     def read(self, item: torch.Tensor) -> dict[str, Any]:

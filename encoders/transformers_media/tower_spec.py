@@ -148,12 +148,5 @@ class TowerAudio(AudioItems, AutoTowerSpec):
     def most_inner_tokens(self, merge: int = 1) -> int:
         return self.output_tokens(int(self.max_seconds * 1000), 1000)
 
-    def faults(self) -> list[tuple[str, str]]:
-        faults = super().faults()
-        if not faults and self.processor().cuts(self.max_seconds):
-            text = f"is {self.max_seconds:g}, and its feature extractor cuts such audio: lower it"
-            faults.append(("max_seconds", text))
-        return faults
-
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         return []
