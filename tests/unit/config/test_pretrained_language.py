@@ -408,6 +408,12 @@ class Point:
         return self._family
 
 
+def test_a_family_without_a_class_of_transformers_needs_its_sizes(monkeypatch):
+    monkeypatch.setitem(registry.FAMILIES, "alone", dataclasses.replace(FAMILIES["llama"], type="alone"))
+    with pytest.raises(ConfigError, match="hidden_size is None: a whole number is needed"):
+        language_keys({"model_type": "alone"})
+
+
 TWIN = dataclasses.replace(FAMILIES["llama"], type="twin", config_type="llama")
 
 

@@ -139,3 +139,8 @@ def test_a_spec_of_layers_is_built_by_its_staged_encoder(module):
     for name, base in (("WrongKind", "StagedEncoder"), ("Good", "Module")):
         with pytest.raises(EncoderError, match=f"is no subclass of .*{base}"):
             family_of(f"{module}:{name}").load()
+
+
+def test_a_replaced_family_is_named_with_what_replaces_it():
+    with pytest.raises(EncoderError, match="set pretrained of the module to the directory"):
+        family_of("transformers")
