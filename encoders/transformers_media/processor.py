@@ -39,7 +39,7 @@ class MediaProcessor:
         Raises:
             EncoderError: transformers has no processor for the directory, or it takes no item of this kind.
         """
-        from transformers import AutoProcessor
+        from transformers import AutoProcessor, __version__
 
         try:
             processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -54,7 +54,7 @@ class MediaProcessor:
         self.sample_rate = int(part.sampling_rate) if kind == "audio" else 0
         self.mark = self._mark()
         self.pad_token = str(tokenizer.convert_ids_to_tokens(pad))
-        self.identity = f"{type(processor).__name__} {processor.to_json_string()} {pad}"
+        self.identity = f"{type(processor).__name__} {__version__} {processor.to_json_string()} {pad}"
         options = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
         self._options = options["images_kwargs" if kind == "image" else "audio_kwargs"] | {"return_tensors": "pt"}
         if kind == "audio":
