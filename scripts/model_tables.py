@@ -12,9 +12,10 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,9 +26,12 @@ from encoders.pretrained import ACTIVATION_NAMES, ConfigFile  # noqa: E402
 from encoders.registry import FAMILIES, Family  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import RopeScaling  # noqa: E402
+from mimo_train.config.pretrained import unsupported  # noqa: E402
 from mimo_train.config.pretrained.composites import COMPOSITES  # noqa: E402
+from mimo_train.config.transformers_llm import causal_classes  # noqa: E402
 from mimo_train.families import config_json  # noqa: E402
 from mimo_train.families.registry import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
+from mimo_train.families.registry import is_family  # noqa: E402
 from mimo_train.families.windows import Windows  # noqa: E402
 from scripts.key_tables import check_or_write, filled  # noqa: E402
 
@@ -62,6 +66,7 @@ def parts() -> dict[str, str]:
         "language-refused": "\n".join(_language_refused()),
         "encoders": "\n".join(_encoders()),
         "composites": "\n".join(_composites()),
+        "types": "\n".join(_types()),
     }
 
 
@@ -82,6 +87,60 @@ def version_4() -> str:
     match = re.search(r"transformers==(4[.0-9]+)", VERSION_4.read_text())
     assert match is not None, VERSION_4
     return match[1]
+
+
+TIERS = ("native", "mixed", "as it is")
+
+
+class Tier(NamedTuple):
+    """How a type of transformers is trained."""
+
+    name: str
+    """One of TIERS; empty: not at all."""
+    media: tuple[str, ...] = ()
+    """Kinds of media that it reads."""
+    reason: str = ""
+    """Why it is not trained, a clause."""
+
+
+def types_of_parts() -> dict[str, str]:
+    """Return the class of each type of transformers that reads media, by its auto mappings. Imports transformers."""
+    from transformers.models.auto import modeling_auto as auto
+
+    classes = {**auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    further = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # mostly encoders with decoders
+    return classes | {kind: further[kind] for kind in ("audioflamingo3", "musicflamingo")}
+
+
+def tier_of_parts(kind: str, class_name: str) -> Tier:
+    """Return the tier of a type that reads media, by its default config."""
+    from transformers import CONFIG_MAPPING
+
+    from encoders.transformers_media import directory
+
+    if kind in unsupported.MEDIA:
+        return Tier("", reason=unsupported.MEDIA[kind])
+    composite = COMPOSITES.get(kind)
+    if composite is not None and composite.projector is not None:
+        return Tier("native", ("audio" if composite.encoder.startswith("audio") else "image",))
+    config = CONFIG_MAPPING[kind](architectures=[class_name])
+    if hasattr(config, directory.THINKER):
+        config = getattr(config, directory.THINKER)
+    for reason in directory.unsupported(config):
+        return Tier("", reason=reason)
+    media = tuple(directory.kinds_of(config))
+    if not config.sub_configs and kind in causal_classes():
+        return tier_of_text(kind)
+    if not media or not directory.text_key(config):
+        return Tier("")
+    return Tier("mixed" if is_family(config.get_text_config(decoder=True).model_type) else "as it is", media)
+
+
+def tier_of_text(kind: str) -> Tier:
+    """Return the tier of a type of a causal language model."""
+    if kind in unsupported.LANGUAGE:
+        return Tier("", reason=unsupported.LANGUAGE[kind])
+    return Tier("native" if is_family(kind) else "as it is")
 
 
 def _version() -> Iterator[str]:
@@ -164,6 +223,38 @@ def _composites() -> Iterator[str]:
         projector = "yes" if composite.projector is not None else "—"
         yield f"| `{kind}` | `{composite.encoder}` | {language_part} | {projector} |"
     yield ""
+
+
+@cache
+def tiers_of_types() -> tuple[dict[str, Tier], dict[str, Tier]]:
+    """Return the tier of every type that reads media, and of every other type of a causal language model."""
+    of_parts = {kind: tier_of_parts(kind, name) for kind, name in types_of_parts().items()}
+    return of_parts, {kind: tier_of_text(kind) for kind in sorted(causal_classes().keys() - of_parts.keys())}
+
+
+def _types() -> Iterator[str]:
+    tiers, texts = tiers_of_types()
+    yield from ["| tier | reads | types |", "|---|---|---|"]
+    rows: dict[tuple[int, str, str], list[str]] = {}
+    for kind, tier in tiers.items():
+        if tier.name:
+            rows.setdefault((TIERS.index(tier.name), tier.name, ", ".join(tier.media) or "text"), []).append(kind)
+    for kind, tier in texts.items():
+        if tier.name:
+            rows.setdefault((len(TIERS) + TIERS.index(tier.name), tier.name, "text"), []).append(kind)
+    for (_, name, reads), types in sorted(rows.items()):
+        yield f"| {name} | {reads} | {_listed(types)} |"
+    yield from ["", "| unsupported, because the model | types |", "|---|---|"]
+    reasons: dict[str, list[str]] = {}
+    for kind, tier in (*tiers.items(), *texts.items()):
+        if not tier.name:
+            reasons.setdefault(tier.reason, []).append(kind)
+    yield from (f"| {reason} | {_listed(types)} |" for reason, types in reasons.items())
+    yield ""
+
+
+def _listed(types: list[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in sorted(types))
 
 
 def shown(value: Any) -> str:

@@ -3,25 +3,20 @@
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from math import prod
 from typing import Any, cast
 
 import torch
 import transformers
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
     build_glob_alternation,
-    rename_source_key,
     revert_weight_conversion,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from encoders.errors import EncoderError
 
@@ -29,18 +24,17 @@ DROPPED = ("dropout", "layerdrop", "drop_path_rate")
 """Parts of the names of keys that set a probability of dropout."""
 
 SPECIAL = {
-    "adds features in layers of the language model": r"per_layer_inputs|moe_mm|deepstack",
+    "adds features in layers of the language model": r"deepstack",
     "has positions on several axes": r"get_rope_index|compute_3d_position|rope_deltas",
     "lets tokens see later ones": r"(?<!mm_)token_type_ids|block_sequence_ids|bidirectional",
-    "projects features outside of its towers": r"visual_indicator|multi_modal_projector|embed_vision",
+    "has inputs of images in layers or experts of the language model": r"per_layer_inputs|moe_mm",
+    "projects features outside of its towers": r"visual_indicator|embed_vision",
 }
 """What a model does besides putting features at their places, by the words of its `forward`. Checked against all models
 of several parts in transformers 5.23."""
-LAYERS, AXES, BLOCKS, _ = SPECIAL
+LAYERS, AXES, BLOCKS, *_ = SPECIAL
 
-DEEPSTACK = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
-"""Language models whose first layers get one of the `deepstack_features` each."""
-BIDIRECTIONAL = {"gemma3": "items", "paligemma": "prefix"}
+BIDIRECTIONAL = {"gemma3": "items", "paligemma": "prefix", "shieldgemma2": "items"}
 """Which tokens see each other, see `EncoderSpec.bidirectional`. Under a window, tokens of an item see only those inside
 it; a prefix is seen whole."""
 
@@ -86,11 +80,26 @@ def kinds_of(config: PretrainedConfig) -> list[str]:
 
 def special(config: PretrainedConfig) -> list[str]:
     """Return what a model does besides putting features at their places: keys of `SPECIAL`."""
-    built = class_of(config)
+    return [reason for reason, words in SPECIAL.items() if re.search(words, _forward(class_of(config)))]
+
+
+def projects_in_forward(built: type[PreTrainedModel]) -> bool:
+    """True if `get_image_features` of a class gives features that its `forward` projects."""
+    return "self.multi_modal_projector(" in _forward(built)
+
+
+def _forward(built: type[PreTrainedModel]) -> str:
+    """Return the source of `forward` of a class and of the one inside it, without their signatures."""
     owners = {built, *(model for model in _models_beside(built) if hasattr(model, "get_placeholder_mask"))}
     forwards = [vars(owner)["forward"] for owner in owners if "forward" in vars(owner)]
-    bodies = "".join(inspect.getsource(forward).rpartition('"""')[2] for forward in forwards)
-    return [reason for reason, words in SPECIAL.items() if re.search(words, bodies)]
+    return "".join(inspect.getsource(forward).rpartition('"""')[2] for forward in forwards)
+
+
+def unsupported(config: PretrainedConfig) -> list[str]:
+    """Return what a model does that is not supported: keys of `SPECIAL`, but for positions on several axes, which are
+    compared with ours."""
+    supported = {AXES: True, LAYERS: deepstack_of(config), BLOCKS: bidirectional_of(config)}
+    return [reason for reason in special(config) if not supported.get(reason)]
 
 
 def _models_beside(built: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
@@ -122,9 +131,13 @@ def bidirectional_of(config: PretrainedConfig) -> str:
 
 
 def deepstack_of(config: PretrainedConfig) -> list[int]:
-    """Return the layers of the tower of images whose features layers of the language model get; empty for other
+    """Return the layers of the tower whose features the first layers of the language model add; empty for other
     models."""
-    if LAYERS not in special(config) or config.get_text_config(decoder=True).model_type not in DEEPSTACK:
+    if LAYERS not in special(config):
+        return []
+    name = MODEL_MAPPING_NAMES.get(config.get_text_config(decoder=True).model_type)
+    decoders = [*_models_beside(class_of(config)), *([getattr(transformers, name)] if name else [])]
+    if not any("deepstack_visual_embeds" in inspect.signature(decoder.forward).parameters for decoder in decoders):
         return []
     return next((list(value) for _, key, value in _media_values(config) if key == "deepstack_visual_indexes"), [])
 
@@ -180,32 +193,39 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
 
 def without_language(model: PreTrainedModel, kind: str = "") -> PreTrainedModel:
     """Take the language model and the output layer out of a model in place, and return it; with `kind` also the modules
-    of other kinds of media."""
+    of other kinds of media. Statistics of batch norms become frozen parameters."""
     language, head = model.get_decoder(), model.get_output_embeddings()
     removed = {id(module) for module in language.modules()} | {id(head)}
     if kind:
-        removed |= {id(module) for name, module in model.named_modules() if _is_of_others(model.config, name, kind)}
+        removed |= {id(module) for name, module in model.named_modules() if is_of_others(model.config, name, kind)}
     for owner in [owner for owner in model.modules() if id(owner) not in removed]:
         for name, child in list(owner.named_children()):
             if id(child) in removed:
                 setattr(owner, name, None)
+    for norm in [module for module in model.modules() if isinstance(module, _BatchNorm)]:
+        for name in ("running_mean", "running_var"):
+            value = getattr(norm, name)
+            delattr(norm, name)
+            norm.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        norm._non_persistent_buffers_set.add("num_batches_tracked")
     return model
 
 
-def _is_of_others(config: PretrainedConfig, name: str, kind: str) -> bool:
+def is_of_others(config: PretrainedConfig, name: str, kind: str) -> bool:
     """True if a module or parameter belongs to a kind of media that a model reads other than `kind`."""
     named = [other for other in kinds_of(config) if any(word in name for word in WORDS[other])]
     return bool(named) and kind not in named
 
 
 def without_media(model: PreTrainedModel) -> PreTrainedModel:
-    """Take all but the language model and the output layer out of a model in place, and return it."""
+    """Take all parameters but those of the language model and the output layer out of a model in place, and return
+    it."""
     language, head = model.get_decoder(), model.get_output_embeddings()
     kept = {id(module) for module in (*language.modules(), *(head.modules() if head is not None else ()))}
     owners = [owner for owner in model.modules() if kept & {id(child) for child in owner.modules()}]
     for owner in [owner for owner in owners if id(owner) not in kept]:
         for name, child in list(owner.named_children()):
-            if not any(child is other for other in owners):
+            if next(child.parameters(), None) is not None and not any(child is other for other in owners):
                 setattr(owner, name, None)
     return model
 
@@ -244,109 +264,3 @@ def hub_state(
             for name, value in state.items()
         }
     return cast(dict[str, torch.Tensor], revert_weight_conversion(model, state))
-
-
-class Tensors:
-    """The names of a model's tensors, in memory and in directories.
-
-    Attributes:
-        shapes: shape of each trained parameter, by its name in memory.
-        num_parameters: those of all `shapes` together.
-        float32: names of those that stay in float32 in half precision.
-        others: names of parameters that are not trained, and that an export copies.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    others: Collection[str] = ()
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(map(prod, self.shapes.values()))
-
-    def __init__(self, model: PreTrainedModel):
-        self._prefix, self._state = model.base_model_prefix, model.state_dict()
-        self.float32 = float32_names(model, torch.bfloat16)
-        self._optional = "|".join((*model.all_tied_weights_keys, *(model._keys_to_ignore_on_load_missing or ())))
-        conversions = get_model_conversion_mapping(model)
-        self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-        self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-
-    def stored_names(self, files: Iterable[str]) -> dict[str, str]:
-        """Return {name in memory: name in the directory} of tensors that a directory with the names `files` stores as
-        they are in memory."""
-        stored = {}
-        for file in files:
-            name, converter = self._renamed(file)
-            if converter is None and name in self._state:
-                stored[name] = file
-        return stored
-
-    def unlike(self, files: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return what a directory with tensors of these shapes lacks: missing tensors, and those with other shapes. Of
-        tensors that transformers joins as it reads them only names are compared, and none if it splits any."""
-        missing, wrong = set(self._state), []
-        for file, shape in files.items():
-            name, pattern = self._renamed(file)
-            if name not in self._state and file in self._state:
-                name, pattern = file, None  # saved as it is in memory
-            if any(pattern in entry.source_patterns and len(entry.target_patterns) > 1 for entry in self._converters):
-                return []
-            missing.discard(name)
-            if pattern is None and name in self._state and tuple(self._state[name].shape) != shape:
-                wrong.append(f"{file} is {shape}, and {tuple(self._state[name].shape)} here")
-        required = (name for name in sorted(missing) if not (self._optional and re.search(self._optional, name)))
-        return [*(f"{name} is missing" for name in required), *wrong]
-
-    def _renamed(self, file: str) -> tuple[str, str | None]:
-        return cast(
-            tuple[str, str | None],
-            rename_source_key(file, self._renamings, self._converters, self._prefix, self._state),
-        )
-
-
-class Structure(Tensors):
-    """A model of several parts without its weights.
-
-    Attributes:
-        shapes: those of the media half.
-        tied: True if the output layer is the embedding.
-    """
-
-    def __init__(self, config: PretrainedConfig):
-        """Build the model on the meta device."""
-        model = skeleton(config)
-        super().__init__(model)
-        places = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
-        language, head = model.get_decoder(), model.get_output_embeddings()
-        self._class = type(model).__name__
-        self._table = f"{places[id(language)]}.embed_tokens.weight"
-        self._head = f"{places.get(id(head), 'lm_head')}.weight"
-        self.tied = head is None or head.weight is language.get_input_embeddings().weight
-        self._config = config
-        self.shapes = {name: tuple(value.shape) for name, value in without_language(model).named_parameters()}
-
-    def of_kind(self, kind: str) -> "Structure":
-        """Return it with the shapes of the media half for a kind of media alone."""
-        part = copy(self)
-        part.others = {name for name in self.shapes if _is_of_others(self._config, name, kind)}
-        part.shapes = {name: shape for name, shape in self.shapes.items() if name not in part.others}
-        return part
-
-    def is_media(self, file: str) -> bool:
-        """True if a tensor of the directory belongs to the media half."""
-        return self._renamed(file)[0] in self.shapes
-
-    def language_names(self, files: Iterable[str]) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Return the prefixes (of the language model alone, in a directory with the names `files`) of its tensors and
-        of the output layer's. Raise EncoderError if the directory lacks it."""
-        stored = self.stored_names(files)
-        if self._table not in stored:
-            raise EncoderError(f"it has no tensor for {self._table} of {self._class}")
-        table, head = stored[self._table], stored.get(self._head, "lm_head.weight")
-        return ("model.", table.removesuffix("embed_tokens.weight")), ("lm_head.", head.removesuffix("weight"))
-
-
-@cache
-def structure_of(path: str) -> Structure:
-    """Return the structure of a directory's model. Raise EncoderError if transformers cannot build it."""
-    return Structure(hf_config(path))

@@ -8,12 +8,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from encoders.errors import EncoderError
 from encoders.plain.model import PlainEncoder
-from encoders.transformers_media.directory import keep_float32, skeleton, without_language
+from encoders.transformers_media.directory import keep_float32, projects_in_forward, skeleton, without_language
 from encoders.transformers_media.processor import MediaProcessor
 from encoders.transformers_media.spec import MediaSpec
 
@@ -84,6 +85,14 @@ class MediaHalf(torch.nn.Module):
             features |= zip(group, self._features([items[at] for at in group]).split(rows), strict=True)
         return torch.cat([features[at] for at in range(len(items))])
 
+    def train(self, mode: bool = True) -> "MediaHalf":
+        """Set the mode, but for batch norms: they keep the statistics of the directory."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        return self
+
     def _built(self, spec: MediaSpec) -> PreTrainedModel:
         model = media_half(spec.hf_config(), self.kind)
         if not getters(model, self.kind):
@@ -97,6 +106,8 @@ class MediaHalf(torch.nn.Module):
 
     def _output(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         output = getters(self.model, self.kind)[0](**inputs, return_dict=True)
+        if projects_in_forward(type(self.model)):
+            return cast(torch.Tensor, self.model.multi_modal_projector(_rows(output.last_hidden_state)))
         features_RH = _rows(output.pooler_output)
         return torch.cat([features_RH, *map(_rows, output.deepstack_features)], 1) if self.deepstack else features_RH
 
@@ -149,7 +160,7 @@ class MediaHalf(torch.nn.Module):
 
     def _reached(self, processor: MediaProcessor) -> Iterator[torch.Tensor]:
         """Yield the parameters that features of the examples depend on, by the graph of a forward pass."""
-        self.model.eval()
+        self.eval()
         for first, second in self.EXAMPLES[self.kind]:
             if self.kind == "image":
                 item = processor.read(torch.zeros(3, first, second, dtype=torch.uint8))
@@ -165,7 +176,7 @@ class MediaHalf(torch.nn.Module):
                 if hasattr(node, "variable"):
                     yield node.variable
                 waiting += [following for following, _ in node.next_functions]
-        self.model.train()
+        self.train()
 
 
 def _rows(features: Any) -> torch.Tensor:
@@ -188,6 +199,9 @@ class MediaEncoder(PlainEncoder):
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any):
         super().__init__(config, *arguments, **options)
         keep_float32(self.model.model, config.params_dtype)
+
+    def _refuse_batch_norms(self) -> None:
+        """Do nothing: statistics are not updated, see `MediaHalf.train`."""
 
     def forward(self, items: Sequence[Item]) -> torch.Tensor:  # type: ignore[override]
         """Return the features of images or audio in their order, [R, H]; see `MediaHalf`."""

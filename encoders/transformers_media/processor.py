@@ -59,6 +59,8 @@ class MediaProcessor:
         self._options = options["images_kwargs" if kind == "image" else "audio_kwargs"] | {"return_tensors": "pt"}
         if kind == "audio":
             self._options["sampling_rate"] = self.sample_rate
+        elif "use_image_special_tokens" in options:  # LFM2-VL
+            self._options["use_image_special_tokens"] = options["use_image_special_tokens"]
         self._unread = {"input_ids", "attention_mask", "token_type_ids", *processor.unused_input_names}
         self.start = self.end = ""
         self._tokenized = lru_cache(SIZES)(self._tokenize)

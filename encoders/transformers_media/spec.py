@@ -10,8 +10,8 @@ from encoders.plain.spec import PlainSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from encoders.transformers_media.directory import Tensors
     from encoders.transformers_media.processor import MediaProcessor
+    from encoders.transformers_media.tensors import Tensors
 
 
 @dataclass
@@ -149,7 +149,7 @@ class MediaSpec(ProcessorSpec):
 
     def tensors(self) -> "Tensors":
         """Return the shapes and names of the weights. Raise EncoderError if transformers cannot build the model."""
-        from encoders.transformers_media.directory import structure_of
+        from encoders.transformers_media.tensors import structure_of
 
         return structure_of(self.path).of_kind(self.kind)
 

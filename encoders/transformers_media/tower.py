@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from encoders.plain.model import PlainEncoder
 from encoders.projectors.merge import merge_patches
 from encoders.transformers_media.model import Item, MediaEncoder, MediaHalf
 from encoders.transformers_media.tower_reader import rates_of, states, tower, tower_config
@@ -41,6 +42,7 @@ class TowerEncoder(MediaEncoder):
     """An encoder of transformers, whole on every rank: data parallel only."""
 
     MODULE = Tower
+    _refuse_batch_norms = PlainEncoder._refuse_batch_norms
 
     def forward(self, items: Sequence[Item]) -> torch.Tensor:  # type: ignore[override]
         """Return features in the order of the items, adjacent ones joined, [R, H * joined]."""

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoModel, PretrainedConfig, PreTrainedModel
 
 from encoders.errors import EncoderError
-from encoders.transformers_media.directory import Tensors, hf_config, without_language
+from encoders.transformers_media.directory import hf_config, without_language
 from encoders.transformers_media.processor import silence_and_tone
+from encoders.transformers_media.tensors import Tensors
 
 KINDS = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
 """Kind of media by the main input of a class."""

@@ -8,7 +8,7 @@ from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, key
 from encoders.transformers_media.spec import AudioItems, ImageItems, ProcessorSpec
 
 if TYPE_CHECKING:
-    from encoders.transformers_media.directory import Tensors
+    from encoders.transformers_media.tensors import Tensors
     from encoders.transformers_media.tower_reader import TowerReader
 
 

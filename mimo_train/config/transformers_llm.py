@@ -1,5 +1,6 @@
 """A language model that is a class of `transformers`, as it is: its sizes, from its config.json."""
 
+import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -95,16 +96,22 @@ def saved_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_causal_language_model(model_type: object) -> bool:
     """True if transformers has a causal language model of a type. Imports transformers."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return model_type in causal_classes()
 
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+def causal_classes() -> dict[str, str]:
+    """Return the class of each type of causal language model. Imports transformers."""
+    from transformers.models.auto import modeling_auto as auto
+
+    # Text alone, but only in the mapping of models with media: Mistral 4.
+    further = {kind: name for kind, name in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if "CausalLM" in name}
+    return {**further, **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 
 
 def class_of(config: Any) -> Any:
     """Return the class of a `PretrainedConfig`: a causal language model, or a model of several parts. Imports
     transformers. Raises Unsupported."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if is_of_parts(config):
         from encoders.transformers_media import directory
@@ -113,7 +120,7 @@ def class_of(config: Any) -> Any:
             return directory.class_of(config)
         except EncoderError as error:
             raise Unsupported(str(error)) from error
-    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+    return getattr(transformers, causal_classes()[config.model_type])
 
 
 def is_of_parts(config: Any) -> bool:
@@ -137,7 +144,7 @@ def unlike(model_config: Mapping[str, Any], files: Mapping[str, tuple[int, ...]]
     """Return what a directory with tensors of these shapes lacks of a model. Raises Unsupported."""
     import torch
 
-    from encoders.transformers_media.directory import Tensors
+    from encoders.transformers_media.tensors import Tensors
 
     config = transformers_config(model_config)
     with torch.device("meta"):
@@ -160,6 +167,8 @@ class Parameters:
     """True if the class supports gradient checkpointing."""
     linears: Mapping[str, tuple[int, int]]
     """(outputs, inputs) of each linear layer that can have adapters."""
+    has_deepstack: bool
+    """True if the first layers can add features of media (`deepstack_visual_embeds`)."""
     active_experts: float
     """Share of the experts that a token goes through; 1 without experts."""
 
@@ -244,11 +253,17 @@ def _sizes(name: str, vocab_size: int, text: str) -> TransformersSizes:
         max_positions=number("max_position_embeddings"),
         tie_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
         init_std=float(getattr(config, "initializer_range", None) or LlmSpec.init_std),
-        mrope_section=list((getattr(config, "rope_parameters", None) or {}).get("mrope_section") or ()),
+        mrope_section=_mrope_section(getattr(config, "rope_parameters", None) or {}),
         model_config=json.loads(text),
         stored_vocab_size=stored,
         is_balanced=bool(getattr(config, "output_router_logits", False)),
     )
+
+
+def _mrope_section(rope: Mapping[str, Any]) -> list[int]:
+    """Return the sections of rotary parameters, which may be those of each type of layers; empty without sections."""
+    parts = (rope, *(part for part in rope.values() if isinstance(part, Mapping)))
+    return next((list(part["mrope_section"]) for part in parts if part.get("mrope_section")), [])
 
 
 @cache
@@ -279,6 +294,7 @@ def _parameters(text: str) -> Parameters:
             for name, module in model.named_modules()
             if type(module) is torch.nn.Linear and module is not output and not _NOT_ADAPTED.search(name)
         },
+        "deepstack_visual_embeds" in inspect.signature(model.get_decoder().forward).parameters,
         _active_experts(config.get_text_config(decoder=True)),
     )
 

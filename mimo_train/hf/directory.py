@@ -129,10 +129,9 @@ def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
 def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return a config with the keys of both versions. Version 5 has `rope_parameters` and `dtype`. Version 4 reads
     `rope_theta`, `rope_scaling` and `torch_dtype`, and silently uses defaults if they are missing."""
-    both = {
-        key: readable_by_both(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
-        for key, value in config.items()
-    }
+    parts = {key for key, value in config.items() if isinstance(value, dict) and key.endswith("_config")}
+    parts -= {"per_layer_config"}  # keys of layers, by number
+    both = {key: readable_by_both(value, dtype) if key in parts else value for key, value in config.items()}
     both |= {"dtype": dtype, "torch_dtype": dtype}
     rope = both.get("rope_parameters")
     if isinstance(rope, dict):
@@ -147,6 +146,8 @@ def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
     if "full_attention" in rope or "sliding_attention" in rope:
         full_attention = _rope_of_version_4(rope.get("full_attention") or {})
         local = rope.get("sliding_attention") or {}
+        if "mrope_section" in local:  # Cohere Compass, whose class takes no such keys: version 4 lacks it
+            return {}
         return full_attention | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     kind = scaling.get("rope_type", "default")

@@ -289,7 +289,7 @@ def _with_language_as_is(cfg: ConfigContainer, tokenizer: Tokenizer, documents: 
     document = Document(LANGUAGE, text, config, whole=whole, write_files=copy, source=source)
     if composite is None:
         return [*documents, document]
-    from encoders.transformers_media.directory import structure_of  # imports transformers
+    from encoders.transformers_media.tensors import structure_of  # imports transformers
 
     folder, structure = TensorFolder(source, directory.key), structure_of(str(source))
     next_to = [each for each in documents if each.source == source]

@@ -308,7 +308,7 @@ def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             "other numbers for a row of documents than for each alone. Set it to false",
         )
     for name, module in cfg.encoders.items():
-        if getattr(module.encoder, "deepstack", None):
+        if module.encoder.deepstack and not parameters.has_deepstack:
             yield Fault(f"modules.{name}.encoder.deepstack", f"{why}. Choose another encoder")
         if cfg.data.pack and (cfg.llm.mrope_section or getattr(module.encoder, "axes", False)):
             yield Fault(

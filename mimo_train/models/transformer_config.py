@@ -87,8 +87,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
     )
     config.norm_bias, config.parallel_block = llm.norm_bias, llm.parallel_block
     config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
-    config.deepstack = max((len(module.encoder.deepstack) for module in cfg.encoders.values()), default=0)
-    config.bidirectional = cfg.bidirectional
+    config.deepstack, config.bidirectional = _deepstack(cfg), cfg.bidirectional
     return config
 
 
@@ -105,8 +104,13 @@ def _of_class(cfg: ConfigContainer, layout: RunLayout, llm: TransformersSizes) -
         variable_seq_lengths=bool(cfg.encoders),
         moe_token_dispatcher_type="alltoall",
     )
-    config.llm, config.packed, config.deepstack, config.bidirectional = llm, cfg.data.pack, 0, ""
+    config.llm, config.packed, config.deepstack, config.bidirectional = llm, cfg.data.pack, _deepstack(cfg), ""
     return config
+
+
+def _deepstack(cfg: ConfigContainer) -> int:
+    """Return the number of layers that get features of encoders."""
+    return max((len(module.encoder.deepstack) for module in cfg.encoders.values()), default=0)
 
 
 def _windows(llm: LlmSpec) -> dict[str, Any]:

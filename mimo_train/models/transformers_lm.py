@@ -77,6 +77,7 @@ class TransformersLanguageModel(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder
         self.learned_N: torch.Tensor | None = None
         self.padding_BS: torch.Tensor | None = None
+        self.deepstack_LSBH: torch.Tensor | None = None
         self.trained_logits = 0
         sizes: TransformersSizes = config.llm
         hf_config = transformers_config(sizes.model_config)
@@ -133,8 +134,9 @@ class TransformersLanguageModel(MegatronModule):
         if decoder_input is not None:
             inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}
         if inference_context is not None:
-            return self._next_logits(inputs, position_ids, inference_context)
-        with self._only(learned, batch * length), self._unbalanced(padding):
+            with self._added():
+                return self._next_logits(inputs, position_ids, inference_context)
+        with self._only(learned, batch * length), self._unbalanced(padding), self._added():
             output = self.model(**inputs, **self._options(position_ids), use_cache=False)
         logits_NV = output.logits.flatten(0, 1)
         if learned is not None and len(logits_NV) != len(learned):
@@ -274,6 +276,26 @@ class TransformersLanguageModel(MegatronModule):
             yield
         finally:
             setattr(module, name, loss)
+
+    @contextmanager
+    def _added(self) -> Iterator[None]:
+        """Give the decoder the features for its layers, zeros for tokens without any."""
+        added_LSBH, self.deepstack_LSBH = self.deepstack_LSBH, None
+        if added_LSBH is None:
+            yield
+            return
+        added_LBSH = added_LSBH.transpose(1, 2)
+
+        def with_features(_module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple:
+            all_tokens = added_LBSH.new_ones(added_LBSH.shape[1:3], dtype=torch.bool)
+            features = list(added_LBSH.flatten(1, 2))
+            return arguments, options | {"visual_pos_masks": all_tokens, "deepstack_visual_embeds": features}
+
+        hook = self.model.get_decoder().register_forward_pre_hook(with_features, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @torch.no_grad()
     def _require_independence(self, packed: bool) -> None:

@@ -19,6 +19,7 @@ from mimo_train.config.pretrained.composites.of_transformers import PROJECTOR as
 from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
 from mimo_train.config.pretrained.hub import model_keys
+from mimo_train.config.pretrained.unsupported import MEDIA as UNSUPPORTED_MEDIA
 from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import PlaceholderConfig
@@ -64,7 +65,10 @@ def directories(plain: dict[str, Any]) -> dict[str, Directory]:
         path = (module or {}).get("pretrained") or ""
         if path or of_all:
             key = f"modules.{name}.pretrained" if path else "pretrained"
-            by_module[name] = read_directory(str(path or of_all), key)
+            directory = by_module[name] = read_directory(str(path or of_all), key)
+            if name != LANGUAGE and directory.model_type in UNSUPPORTED_MEDIA:
+                text = f"a {directory.model_type} {UNSUPPORTED_MEDIA[directory.model_type]}, which is not supported"
+                raise ConfigError([Fault(key, f"{directory.folder}: {text}. Choose another model")])
     alike = [name for name, directory in by_module.items() if directory.key == "pretrained" and name != LANGUAGE]
     # Anything else is rejected later, as no encoder.
     if len(alike) > 1 and by_module[alike[0]].model_type in {*COMPOSITES, *ENCODERS}:

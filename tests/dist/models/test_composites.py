@@ -180,8 +180,8 @@ def predicted(pipeline, iterator) -> np.ndarray | None:
     def predict(iterator, model):
         batch = next(iterator)
         inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
-        inputs.setdefault("input_ids", None)
-        return model(**inputs)[0], lambda output, non_loss_data: output
+        output = model(**{"input_ids": None, "attention_mask": None} | inputs)
+        return output[0] if isinstance(output, tuple) else output, lambda output, non_loss_data: output
 
     with torch.no_grad():
         logits = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)

@@ -24,7 +24,6 @@ from tests.dist.models.media_models import (
     make,
     samples_of,
 )
-from tests.dist.models.media_types import differences
 from tests.dist.models.test_composites import BOUND, composed, tensors, train
 from tests.dist.ranks import run_ranks
 from tests.dist.steps import Steps, whole
@@ -183,10 +182,6 @@ def _steps(cfg, steps: int) -> tuple:
     run = Steps(cfg)
     curve = run.train(steps)
     return run.save(), curve
-
-
-def test_tokens_features_and_names_of_further_types_are_those_of_transformers(tmp_path):
-    assert run_ranks(differences, 1, tmp_path) == [{}]
 
 
 def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):

@@ -3,6 +3,7 @@
 import re
 
 from encoders.registry import FAMILIES
+from mimo_train.config.pretrained import unsupported
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.families.registry import FAMILIES as LANGUAGE_FAMILIES
 from scripts import model_tables
@@ -19,3 +20,12 @@ def test_each_model_type_is_there():
     kinds = {*LANGUAGE_FAMILIES, *encoders, *COMPOSITES}
     assert len(kinds) > 20
     assert kinds <= set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*", PAGE, re.MULTILINE))))
+
+
+def test_every_type_of_transformers_has_a_tier_or_a_reason():
+    media, texts = model_tables.tiers_of_types()
+    assert len(media) > 110 and len(texts) > 170
+    types = media | texts
+    assert [kind for kind, tier in types.items() if not tier.name and not tier.reason] == []
+    assert unsupported.MEDIA.keys() <= media.keys() and unsupported.LANGUAGE.keys() <= texts.keys()
+    assert types.keys() <= set(re.findall(r"`([\w.-]+)`", PAGE))

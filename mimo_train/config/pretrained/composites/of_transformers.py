@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from data.text_format import listed
 from encoders.errors import EncoderError
-from encoders.weight_map import Rows, Rule, Spelling, WeightMap
+from encoders.weight_map import Spelling, WeightMap
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.hub import tensors_of
 
 if TYPE_CHECKING:
-    from encoders.transformers_media.directory import Tensors
+    from encoders.transformers_media.tensors import Tensors
 
 PROJECTOR = {"kind": "none", "merge": 1}
 """The media half has its own projector."""
@@ -39,7 +39,8 @@ class OfTransformers(Composite):
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """See `Composite.part`. Raise EncoderError if transformers cannot build the model."""
-        from encoders.transformers_media.directory import bidirectional_of, hf_config, structure_of
+        from encoders.transformers_media.directory import bidirectional_of, hf_config
+        from encoders.transformers_media.tensors import structure_of
 
         model_config = hf_config(self.folder)
         assert name == LANGUAGE, "the media half is read as a whole"
@@ -61,13 +62,11 @@ class OfTransformers(Composite):
         """Return the keys of the encoder `module`. Raise EncoderError if the model reads no media, or does more than
         put features at their places."""
         from encoders.transformers_media import directory
+        from encoders.transformers_media.tensors import structure_of
 
         config = directory.hf_config(self.folder)
-        kind, reasons = self.kind(module), directory.special(config)
-        deepstack, axes = directory.deepstack_of(config), directory.AXES in reasons
-        bidirectional = directory.bidirectional_of(config)
-        supported = {directory.AXES: True, directory.LAYERS: deepstack, directory.BLOCKS: bidirectional}
-        others = [reason for reason in reasons if not supported.get(reason)]
+        kind, others = self.kind(module), directory.unsupported(config)
+        axes = directory.AXES in directory.special(config)
         if not others and axes and not self._has_usual_positions():
             others = [directory.AXES]
         if others:
@@ -75,7 +74,7 @@ class OfTransformers(Composite):
                 f"a {config.model_type} {others[0]}, which is not supported. Only its language model can be read, as "
                 f"modules.{LANGUAGE}.pretrained"
             )
-        structure = directory.structure_of(self.folder)
+        structure = structure_of(self.folder)
         return {
             "name": f"{config.model_type} as it is",
             "family": FAMILIES[kind],
@@ -85,8 +84,8 @@ class OfTransformers(Composite):
             "parameters": structure.of_kind(kind).num_parameters,
             "dropout": directory.dropout_of(config),
             "axes": axes,
-            "bidirectional": bidirectional,
-            "deepstack": deepstack if kind == "image" else [],
+            "bidirectional": directory.bidirectional_of(config),
+            "deepstack": directory.deepstack_of(config) if kind == "image" else [],
         }
 
     def placeholder_keys(self, module: str) -> dict[str, str]:
@@ -138,7 +137,8 @@ class OfTransformers(Composite):
     @property
     def kinds(self) -> list[str]:
         """Kinds of media that modules of one run can read, each with weights of its own: image, audio."""
-        from encoders.transformers_media.directory import hf_config, kinds_of, structure_of
+        from encoders.transformers_media.directory import hf_config, kinds_of
+        from encoders.transformers_media.tensors import structure_of
 
         kinds, structure = kinds_of(hf_config(self.folder)), structure_of(self.folder)
         is_shared = sum(len(structure.of_kind(kind).shapes) for kind in kinds) > len(structure.shapes)
@@ -156,7 +156,7 @@ class OfTransformers(Composite):
 
     def spellings(self, folder: Path, key: str) -> tuple[Spelling, ...]:
         """See `Composite.spellings`. Raise UserError if the directory lacks the language model."""
-        from encoders.transformers_media.directory import structure_of
+        from encoders.transformers_media.tensors import structure_of
 
         try:
             return (structure_of(self.folder).language_names(tensors_of(folder, key)),)
@@ -176,17 +176,13 @@ def of_transformers(folder: Path) -> OfTransformers:
 def stored_weights(tensors: "Tensors", folder: Path, key: str) -> WeightMap:
     """Return the weights of a class of transformers, each as it is in a directory, which `key` names in errors. Raise
     UserError if the directory lacks any."""
-    files = tensors_of(folder, key)
-    stored = tensors.stored_names(files)
-    missing = [name for name in tensors.shapes if name not in stored]
+    files = {name: entry.shape for name, entry in tensors_of(folder, key).items()}
+    rules, stored = {rule.ours: rule for rule in tensors.rules(files)}, tensors.stored_names(files)
+    missing = [name for name in tensors.shapes if name not in rules]
     if missing:
         text = f"{folder} has no tensor for {listed(missing, SHOWN)}, or other forms of them"
         raise UserError(f"{key}: {text}: load and save it with transformers 5")
-    carried = [stored[name] for name in sorted(tensors.others) if name in stored]
+    carried = ["*.num_batches_tracked", *(stored[name] for name in sorted(tensors.others) if name in stored)]
     if any(file.startswith(THINKER_NAMES) for file in files):
         carried += [file for file in files if not file.startswith(THINKER_NAMES)]
-    rules = [
-        Rule(name, (Rows(stored[name], shape[0]),), fp32=name in tensors.float32)
-        for name, shape in tensors.shapes.items()
-    ]
-    return WeightMap(tuple(rules), carried=tuple(carried))
+    return WeightMap(tuple(rules[name] for name in tensors.shapes), carried=tuple(carried))

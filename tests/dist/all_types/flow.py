@@ -1,0 +1,261 @@
+"""A tiny model of any type of transformers through the product: a directory in, a step, a checkpoint, a resume, an
+export that transformers loads, with the same logits."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.dist.all_types import processors
+from tests.dist.all_types.configs import tiny_config
+from tests.dist.models.composites import clip, content, file_of, image
+from tests.tars import write_tar
+
+SAMPLES: list[tuple[list[Any], str]] = [
+    (["what is ", (70, 90), " in front of ", (96, 64), " the other?"], "a small wall, and a long one"),
+    (["no image: which digit is green?"], "three"),
+]
+"""Parts of the question, images as (height, width), and the answer."""
+CLIPS: list[tuple[list[Any], str]] = [([(9000,), "what is said?"], "one two"), SAMPLES[1]]
+"""As SAMPLES, audio as (samples,)."""
+TEXTS = [SAMPLES[1], (["read it from left to right"], "1 2 3")]
+VOCABULARY = 320
+"""Rows of language models alone, for bytes."""
+LIMIT = 1.5e8
+"""Most parameters of a tiny model."""
+STD = 0.1
+"""Standard deviation of matrices: features and layers must matter."""
+
+
+class Outcome(NamedTuple):
+    """Results of a type."""
+
+    tier: str
+    logits: float
+    """Largest difference of our logits and those of the export in transformers, of the largest."""
+    resumed: float
+    """Largest relative difference of loss and gradient norm of a step after a resume."""
+    keys: list[str]
+    """Tensors that are missing in the export, or left over."""
+    same_ids: bool
+    """True if our tokens are those of the processor."""
+    shown_tier: str
+    """Tier in docs/models.md."""
+
+
+def samples_of(medium: str) -> list[tuple[list[Any], str]]:
+    return {"image": SAMPLES, "audio": CLIPS}.get(medium, TEXTS)
+
+
+def make(kind: str, folder: Path) -> str:
+    """Save a tiny model as `folder`/model and samples as `folder`/samples.tar; return the kind of its media, or ""."""
+    import torch
+    import transformers
+    from transformers.models.whisper.modeling_whisper import sinusoids
+
+    from mimo_train.config.transformers_llm import causal_classes
+
+    medium, processor = "", None
+    if kind in _of_parts():
+        built = getattr(transformers, _of_parts()[kind])
+        config = tiny_config(kind)
+        processor = processors.tiny_processor(kind, config)
+        medium = "image" if hasattr(processor, "image_processor") else "audio"
+        processors.set_template(processor, kind, [medium])
+        config = tiny_config(kind, lambda values: _fit(values, processor, kind))
+        if medium == "image":
+            _set_image_size(config, processor, kind)
+    else:
+        built = getattr(transformers, causal_classes()[kind])
+        config = tiny_config(kind, _fit_text)
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        size = sum(value.numel() for value in built._from_config(config).parameters())
+    assert size < LIMIT, f"{size} parameters"
+    model = built._from_config(config).float()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if value.requires_grad and value.ndim > 1:
+                value.normal_(0, STD)
+            elif "embed_positions" in name:  # as checkpoints have them
+                value.copy_(sinusoids(*value.shape))
+    model.save_pretrained(folder / "model")
+    if processor is not None:
+        processor.save_pretrained(folder / "model")
+    members: list[tuple[str, bytes]] = []
+    for number, (parts, answer) in enumerate(samples_of(medium)):
+        messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
+        members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
+        for at, part in enumerate(part for part in parts if isinstance(part, tuple)):
+            members.append((f"{number}.{at}.{'wav' if medium == 'audio' else 'png'}", file_of(part)))
+    write_tar(folder / "samples.tar", members)
+    return medium
+
+
+def _of_parts() -> dict[str, str]:
+    from transformers import CONFIG_MAPPING
+
+    from scripts.model_tables import types_of_parts
+
+    return {kind: name for kind, name in types_of_parts().items() if CONFIG_MAPPING[kind].sub_configs}
+
+
+def _fit(values: dict[str, Any], processor: Any, kind: str) -> None:
+    processors.set_tokens(values, processor)
+    processors.FURTHER.get(kind, lambda values, ids: None)(values, processor.tokenizer.convert_tokens_to_ids)
+    processors.set_vocabulary(values, len(processor.tokenizer) + 8)
+
+
+def _fit_text(values: dict[str, Any]) -> None:
+    processors.set_vocabulary(values, VOCABULARY)
+    for key, value in values.items():
+        if key.endswith("_token_id") and isinstance(value, int):
+            values[key] = min(value, 3)
+    if "is_decoder" in values:
+        values["is_decoder"] = True
+
+
+def _set_image_size(config: Any, processor: Any, kind: str) -> None:
+    """Give a vision tower the size of the images that its processor makes."""
+    mark = processors.mark_of(processor, kind, "image")
+    pixels = processor(text=[mark], images=[image(70, 90)], return_tensors="pt").get("pixel_values")
+    vision = getattr(config, "vision_config", None)
+    is_square = hasattr(pixels, "ndim") and pixels.ndim > 3 and pixels.shape[-1] == pixels.shape[-2]
+    if is_square and isinstance(getattr(vision, "image_size", None), int):
+        vision.image_size = pixels.shape[-1]
+
+
+def composed(folder: Path, medium: str, *overrides: str) -> Any:
+    """Return the config of a run of two steps."""
+    from mimo_train.config.compose import load
+
+    values = {
+        "run.dir": folder / "run", "pretrained": folder / "model", "data.shards": folder / "samples.tar",
+        "data.demo": "", "data.validation_shards": "", "data.shuffle": "false", "data.sequence_length": 9000,
+        "data.workers": 0, "train.iters": 2, "train.global_batch_size": 2, "train.micro_batch_size": 1,
+        "train.eval_interval": 0, "optim.lr": 1e-3, "optim.warmup_iters": 0, "checkpoint.save_interval": 0,
+        "log.tensorboard": "false", "layout": "one_process",
+    }  # fmt: skip
+    if not medium:
+        del values["layout"]
+        values["data.tokenizer"] = "bytes"
+    if medium == "audio":
+        values["modules.images.encoder.max_seconds"] = 2
+    name = "vlm_digits" if medium else "gpt_tiny"
+    return load(name, [*(f"{key}={value}" for key, value in values.items()), *overrides])
+
+
+def _length(cfg: Any, medium: str) -> str:
+    """Return an override: the shortest length of samples that holds those here and the largest image."""
+    if not medium:
+        return "data.sequence_length=64"
+    encoder, merge = cfg.modules["images"].encoder, cfg.modules["images"].projector.merge
+    sizes = [
+        part if medium == "image" else (*part, 16000) for part in samples_of(medium)[0][0] if isinstance(part, tuple)
+    ]
+    tokens = sum(encoder.num_tokens(*size, merge=merge) for size in sizes) * 3 // 2 + 300  # with separators
+    return f"data.sequence_length={max(tokens, encoder.most_tokens(merge) + 8)}"
+
+
+def outcome(kind: str, folder: Path) -> Outcome | str:
+    """Run a type through everything, in this process, the only rank. Return the reason if it is not supported."""
+    import torch
+    import transformers
+
+    from mimo_train.layout.run import resolve
+    from mimo_train.training.step.batches import StepIterator, open_loader
+    from scripts.model_tables import tier_of_parts, tier_of_text
+    from tests.dist.commands import command
+    from tests.dist.models.test_composites import predicted
+    from tests.dist.steps import Steps
+
+    transformers.logging.set_verbosity_error()
+    shown = tier_of_parts(kind, _of_parts()[kind]) if kind in _of_parts() else tier_of_text(kind)
+    if not shown.name:
+        return shown.reason
+    medium = make(kind, folder)
+    length = _length(composed(folder, medium), medium)
+    cfg = composed(folder, medium, length)
+    run = Steps(cfg)
+    run.train()
+    checkpoint = run.save()
+    iterator = StepIterator(
+        open_loader(resolve(cfg), run.pipeline.groups, run.session.data.dataset, consumed=0, steps=1), run.pipeline
+    )
+    iterator.advance()
+    run.pipeline.model[0].eval()
+    logits = predicted(run.pipeline, iterator)
+    run.pipeline.model[0].train()
+    ids = [batch["input_ids"][0] for batch in iterator.current.microbatches]
+    expected = run.train()[0]
+    run.session.close()
+    again = Steps(composed(folder, medium, length, f"run.dir={folder / 'again'}", f"checkpoint.resume={checkpoint}"))
+    resumed = again.train()[0]
+    again.session.close()
+    code, text = command(["export", str(checkpoint), "--to", str(folder / "out")])
+    assert code == 0, text
+    model, info = _class(folder / "out", kind).from_pretrained(
+        folder / "out", dtype=torch.float32, output_loading_info=True
+    )
+    gaps, alike = [], []
+    for number, batch in enumerate(_inputs(folder / "out", medium, ids)):
+        length = batch["input_ids"].size(1)
+        alike.append(batch["input_ids"][0].tolist() == ids[number][:length].tolist())
+        known = {*inspect.signature(model.forward).parameters, *(["mm_token_type_ids"] if medium == "image" else [])}
+        if medium == "image":  # some processors give none
+            batch.setdefault("mm_token_type_ids", (batch["input_ids"] == model.config.image_token_id).long())
+        with torch.no_grad():
+            batch = {name: _as_float(value) for name, value in batch.items() if name in known}
+            theirs = model.eval()(**batch).logits[0].float().numpy()
+        gaps.append(np.abs(logits[number, :length, : theirs.shape[-1]] - theirs).max() / np.abs(theirs).max())
+    differences = [abs(ours / theirs - 1) for ours, theirs in zip(resumed, expected, strict=True)]
+    keys = [*info["missing_keys"], *info["unexpected_keys"], *map(str, info["mismatched_keys"])]
+    return Outcome(_tier(cfg), float(max(gaps)), max(differences), keys, all(alike), shown.name)
+
+
+def _as_float(value: Any) -> Any:
+    return value.float() if hasattr(value, "is_floating_point") and value.is_floating_point() else value
+
+
+def _class(folder: Path, kind: str) -> Any:
+    import transformers
+
+    if kind in _of_parts():
+        return getattr(transformers, _of_parts()[kind])
+    return transformers.AutoModelForCausalLM
+
+
+def _tier(cfg: Any) -> str:
+    from mimo_train.config.transformers_llm import TransformersLlm
+
+    native = [not isinstance(cfg.language.llm, TransformersLlm)]
+    native += [
+        not module.encoder.family.startswith("media_") for name, module in cfg.modules.items() if name != "language"
+    ]
+    return "native" if all(native) else "mixed" if native[0] else "as it is"
+
+
+def _inputs(folder: Path, medium: str, ids: list[Any]) -> list[dict[str, Any]]:
+    """Return what transformers gets of the samples."""
+    from transformers import AutoProcessor
+
+    if not medium:
+        return [{"input_ids": row[None]} for row in ids]
+    processor, batches = AutoProcessor.from_pretrained(folder), []
+    for parts, answer in samples_of(medium):
+        prompt = processor.apply_chat_template(
+            [{"role": "user", "content": content(parts)}], add_generation_prompt=True
+        )
+        media = [clip(*part) if len(part) == 1 else image(*part) for part in parts if isinstance(part, tuple)]
+        options = {"images": [media]} if medium == "image" else {"audio": media}
+        text = [prompt + answer + "<|im_end|>\n"]
+        if not media:
+            batches.append(dict(processor.tokenizer(text=text, return_tensors="pt")))
+            continue
+        try:
+            batches.append(dict(processor(text=text, return_tensors="pt", **options)))
+        except ValueError:  # takes no lists for each text
+            batches.append(dict(processor(text=text, return_tensors="pt", images=media)))
+    return batches
