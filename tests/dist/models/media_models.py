@@ -56,6 +56,11 @@ BOTH: list[tuple[list[Any], str]] = [
 OMNI_KINDS = ("qwen2_5_omni", "qwen3_omni_moe_thinker")
 
 
+def _section(*of_eight: int) -> list[int]:
+    """`mrope_section`, by what it is for heads of 8."""
+    return [count * TEXT["head_dim"] // 8 for count in of_eight]
+
+
 def _internvl(library: Any, tokenizer: Any, text: str = "qwen2") -> tuple[Any, Any]:
     config = library.InternVLConfig(
         vision_config=VISION | {"image_size": [SIDE, SIDE], "patch_size": [7, 7]},
@@ -111,9 +116,11 @@ def _gemma3(library: Any, tokenizer: Any) -> tuple[Any, Any]:
 def _paligemma(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     """A PaliGemma 2, with windows and capped scores. The processor adds 1,152 tokens."""
     text = library.Gemma2Config(**TEXT | {"vocab_size": 1600}, sliding_window=3, query_pre_attn_scalar=20)
-    vision = library.SiglipVisionConfig(**VISION | {"image_size": 14}, vision_use_head=False, projection_dim=32)
+    vision = library.SiglipVisionConfig(
+        **VISION | {"image_size": 14}, vision_use_head=False, projection_dim=TEXT["hidden_size"]
+    )
     config = library.PaliGemmaConfig(
-        vision_config=vision, text_config=text, projection_dim=32, tie_word_embeddings=False
+        vision_config=vision, text_config=text, projection_dim=TEXT["hidden_size"], tie_word_embeddings=False
     )
     images = library.SiglipImageProcessor(size={"height": 14, "width": 14})
     images.image_seq_length = 4
@@ -127,8 +134,11 @@ def _writing(mark: str) -> str:
 
 
 def _qwen2_vl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 7}
-    text = TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": TEXT["hidden_size"], "num_heads": 2, "mlp_ratio": 2}
+    vision["patch_size"] = 7
+    text = TEXT | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": _section(2, 1, 1)}
+    }
     del text["head_dim"]
     config = library.Qwen2VLConfig(vision_config=vision, text_config=text)
     images = library.Qwen2VLImageProcessor(patch_size=7, min_pixels=196, max_pixels=4000)
@@ -137,10 +147,11 @@ def _qwen2_vl(library: Any, tokenizer: Any) -> tuple[Any, Any]:
 
 def _qwen3_vl(library: Any, tokenizer: Any, **experts: Any) -> tuple[Any, Any]:
     vision = {
-        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32, "patch_size": 7,
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"],
+        "patch_size": 7,
         "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1],
     }  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": _section(2, 1, 1), "mrope_interleaved": True}
     text = TEXT | {"rope_parameters": rope}
     config = library.Qwen3VLConfig(vision_config=vision, text_config=text)
     if experts:
@@ -158,12 +169,18 @@ def _qwen3_5(library: Any, tokenizer: Any, **experts: Any) -> tuple[Any, Any]:
     seeing, processor = _qwen3_vl(library, tokenizer)
     vision = {**seeing.vision_config.to_dict(), "model_type": "qwen3_5_moe_vision" if experts else "qwen3_5_vision"}
     del vision["deepstack_visual_indexes"]
-    rope = {"rope_theta": 5000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    rope = {
+        "rope_theta": 5000.0,
+        "mrope_section": _section(2, 1, 1),
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    }
     delta = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
     }  # fmt: skip
-    text = TEXT | delta | experts | {"rope_parameters": {"rope_type": "default", **rope}, "head_dim": 16}
+    text = TEXT | delta | experts | {"head_dim": 2 * TEXT["head_dim"]}
+    text["rope_parameters"] = {"rope_type": "default", **rope, "partial_rotary_factor": 0.5}
     return (library.Qwen3_5MoeConfig if experts else library.Qwen3_5Config)(
         vision_config=vision, text_config=text
     ), processor
@@ -176,10 +193,11 @@ def _qwen3_5_moe(library: Any, tokenizer: Any) -> tuple[Any, Any]:
 
 def _glm4v(library: Any, tokenizer: Any, **experts: Any) -> tuple[Any, Any]:
     vision = {
-        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32, "patch_size": 7,
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"],
+        "patch_size": 7,
         "image_size": SIDE,
     }  # fmt: skip
-    rope = {"rope_theta": 5000.0, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    rope = {"rope_theta": 5000.0, "mrope_section": _section(1, 1, 0), "partial_rotary_factor": 0.5}
     text = TEXT | experts | {"rope_parameters": {"rope_type": "default", **rope}}
     config = (library.Glm4vMoeConfig if experts else library.Glm4vConfig)(vision_config=vision, text_config=text)
     images = library.Glm4vImageProcessor(patch_size=7, size={"shortest_edge": 196, "longest_edge": 8000})
