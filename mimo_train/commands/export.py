@@ -60,11 +60,11 @@ def _export(args: argparse.Namespace) -> int:
     cfg = recorded_config(folder, trust_code=args.trust_code, weights=True)
     if args.push_to_hub:  # before the export, which takes its time
         make_repository(args.push_to_hub, private=args.private)
+    run_dir = folders.run_of(folder)
+    divert_command("export", run_dir if isinstance(run_dir, Path) else None)  # before imports that warn
     from mimo_train.hf.directory import new_directory
 
     with new_directory(args.to):
-        run_dir = folders.run_of(folder)
-        divert_command("export", run_dir if isinstance(run_dir, Path) else None)
         import torch.distributed as dist
 
         adopt_torch()
