@@ -196,7 +196,9 @@ def _hf_config(text: str) -> Any:
 
     config = json.loads(text)
     kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING or not (is_causal_language_model(kind) or TEXT_PARTS & config.keys()):
+    # Early files of several parts may have the language model's keys at the top level.
+    parts = {*config, *(CONFIG_MAPPING[kind].sub_configs if kind in CONFIG_MAPPING else ())}
+    if kind not in CONFIG_MAPPING or not (is_causal_language_model(kind) or TEXT_PARTS & parts):
         import transformers
 
         raise Unsupported(

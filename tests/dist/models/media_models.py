@@ -257,6 +257,12 @@ def _qwen2_5_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     return config, library.Qwen2_5OmniProcessor(images.image_processor, videos, sounds, tokenizer)
 
 
+def _with_keys_at_the_top(file: Path) -> None:
+    """Rewrite config.json as published ones of Qwen2-VL, which have no part for the language model."""
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config.pop("text_config"), **config}))
+
+
 def _as_published(folder: Path) -> None:
     """Make the directory of an Omni's thinker that of the whole, which speaks too."""
     from safetensors.numpy import load_file, save_file
@@ -345,6 +351,8 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     model.save_pretrained(folder / "model", max_shard_size="60KB")
     if kind.startswith("qwen2_5_omni"):
         _as_published(folder / "model")
+    if kind == "qwen2_vl":
+        _with_keys_at_the_top(folder / "model" / "config.json")
     processor.save_pretrained(folder / "model")
     (folder / "model" / "LICENSE").write_text("of the model")
     members: list[tuple[str, bytes]] = []

@@ -2,6 +2,8 @@
 on any layout, and comes back bit for bit."""
 
 import functools
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -206,6 +208,12 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
     for key, reason in (("layout.cp=2", "a sequence with tokens"), ("implementation=transformers", "is not supported")):
         with pytest.raises(ConfigError, match=rf"^{language}.{key.partition('=')[0]}: .*{reason}.* see each other"):
             resolve(composed(gemma, tmp_path, "data.sequence_length=300", f"{language}.{key}"))
+    both_ways = shutil.copytree(gemma, tmp_path / "both ways")
+    config = json.loads((both_ways / "model" / "config.json").read_text())
+    config["text_config"]["use_bidirectional_attention"] = True
+    (both_ways / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="use_bidirectional_attention is True: the model here has None or False only"):
+        composed(both_ways, tmp_path)
     cfg = composed(folder, tmp_path, "data.sequence_length=300")
     tokens = {"other_token": "<|other|>"}
     cfg.data.tokenizer = str(save_tokenizer(tmp_path / "other", QWEN_VL, model_specific_special_tokens=tokens))

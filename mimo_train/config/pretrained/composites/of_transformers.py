@@ -43,14 +43,16 @@ class OfTransformers(Composite):
         from encoders.transformers_media.tensors import structure_of
 
         model_config = hf_config(self.folder)
+        text = model_config.get_text_config(decoder=True)
         assert name == LANGUAGE, "the media half is read as a whole"
         part = {
-            "model_type": model_config.get_text_config(decoder=True).model_type,
-            **config.get(THINKER, config).get(self.language, {}),
+            "model_type": text.model_type,
+            # Early files have the language model's keys at the top level, as Qwen2-VL on the hub.
+            **(config.get(THINKER, config).get(self.language) or text.to_dict()),
             "tie_word_embeddings": structure_of(self.folder).tied,
         }
-        # The encoder's spec says which tokens see each other.
-        return part | ({"use_bidirectional_attention": None} if bidirectional_of(model_config) else {})
+        # The class sets it for the prefix, of which the encoder's spec says that its tokens see each other.
+        return part | ({"use_bidirectional_attention": None} if bidirectional_of(model_config) == "prefix" else {})
 
     def with_vocabulary(self, config: Mapping[str, Any], rows: int) -> dict[str, Any]:
         """See `Composite.with_vocabulary`."""
