@@ -33,6 +33,7 @@ SPECIAL = {
 """What a model does besides putting features at their places, by the words of its `forward`. Checked against all models
 of several parts in transformers 5.23."""
 LAYERS, AXES, BLOCKS, *_ = SPECIAL
+TILES_ALONE = "cuts an image into tiles only where a sample has no other, and its processor is called for each image"
 
 BIDIRECTIONAL = {"gemma3": "items", "paligemma": "prefix", "shieldgemma2": "items"}
 """Which tokens see each other, see `EncoderSpec.bidirectional`. Under a window, tokens of an item see only those inside
@@ -97,9 +98,10 @@ def _forward(built: type[PreTrainedModel]) -> str:
 
 def unsupported(config: PretrainedConfig) -> list[str]:
     """Return what a model does that is not supported: keys of `SPECIAL`, but for positions on several axes, which are
-    compared with ours."""
+    compared with ours, and `TILES_ALONE`."""
     supported = {AXES: True, LAYERS: deepstack_of(config), BLOCKS: bidirectional_of(config)}
-    return [reason for reason in special(config) if not supported.get(reason)]
+    reasons = [reason for reason in special(config) if not supported.get(reason)]
+    return [*reasons, TILES_ALONE] if config.model_type == "llava_onevision" else reasons
 
 
 def _models_beside(built: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:

@@ -235,3 +235,9 @@ def test_one_directory_of_all_modules_is_one(directory, tmp_path):
         "modules.images.pretrained": str(folder)
     }
     assert pretrained_folders(load("vlm_digits")) == {}
+
+
+def test_a_class_that_cuts_only_single_images_into_tiles_is_refused_as_it_is(directory):
+    """Its native form does so; here its processor would be called for each image of a sample."""
+    text = said(directory(ONEVISION), "modules.images.implementation=transformers")
+    assert "a llava_onevision cuts an image into tiles only where a sample has no other" in text
