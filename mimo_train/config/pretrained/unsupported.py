@@ -20,6 +20,8 @@ MEDIA = _by_type(
         "has a processor without a token for images": "pp_chart2table",
         "has positions on several axes that are not those of Qwen-VL": "hunyuan_vl",
         "numbers the images of a sample in its text": "minicpm_ocr minicpmv4_6 minicpmv4_7",
+        "saves tensors of its language model by other names than that alone": "cosmos3_omni",
+        "has a language model without get_input_embeddings": "nemotron_h_omni",
         "predicts actions": "pi0",
         "reads proteins": "evolla",
     }

@@ -25,7 +25,9 @@ PACKAGES = {
     "fast_vlm": "timm", "gemma3n": "timm", "perception_lm": "timm", "smolvlm": "num2words", "voxtral": "mistral_common",
 }  # fmt: skip
 """Packages that processors and models of types need, which are no dependencies."""
-NOT_RUN = {
+NOT_RUN = dict.fromkeys(
+    "blip-2 deepseek_ocr2 dots3_note fuyu nemo_speechlm perception_lm unlimited_ocr".split(), "no sizes fit yet"
+) | {
     "vibevoice_asr": "has 688 million parameters at least",
 }
 """Types of which a tiny model cannot be made, and why."""
