@@ -159,8 +159,9 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
     """
     faults: list[Fault] = []
     halves: dict[tuple[Path, str], str] = {}
+    modules = plain["modules"] = dict(plain.get("modules") or {})  # absent where all of it came from groups
     for name, directory in directories.items():
-        module = plain["modules"][name] = dict(plain["modules"][name] or {})
+        module = modules[name] = dict(modules.get(name) or {})
         module["pretrained"] = str(directory.folder)
         implementation = str(module.get("implementation") or "")
         faults += _repeated_half(name, directory, implementation, halves)
@@ -182,7 +183,7 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
         if name == LANGUAGE:
             if "model_config" in module["llm"]:
                 module["implementation"] = module.get("implementation") or "transformers"
-                faults += native_encoder_faults(directory, directories, plain["modules"])
+                faults += native_encoder_faults(directory, directories, modules)
             rows = _parts(name, directory, implementation)["llm"]["vocab_size"]
             faults += _frozen_rows(module, rows, directory)
     language = directories.get(LANGUAGE)

@@ -43,6 +43,14 @@ def test_one_override_takes_the_place_of_the_group(llama, config):
     assert cfg.encoders.keys() == load(config).encoders.keys()
 
 
+def test_a_file_whose_modules_are_all_groups(llama, tmp_path):
+    """Nothing is left of `modules` in the file without the groups that the directory replaces."""
+    file = tmp_path / "text.yaml"
+    file.write_text("defaults: [llm@modules.language.llm: gpt_tiny, data@data: text, optim@optim: adamw, _self_]\n")
+    cfg = load(str(file), [f"pretrained={llama}", "data.tokenizer=bytes"])
+    assert (cfg.llm.name, cfg.language.pretrained) == ("my-llama", str(llama))
+
+
 def test_what_depends_on_no_weight_may_differ(llama):
     llm = composed(llama, "modules.language.llm.dropout=0.1", "modules.language.llm.name=mine").llm
     assert (llm.dropout, llm.name, llm.num_layers) == (0.1, "mine", 3)
