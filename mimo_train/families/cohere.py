@@ -41,6 +41,6 @@ COHERE2 = Family(
     names={**NAMES, "norms": {"input_layernorm": "input_layernorm"}},
     always={"normalization": "LayerNorm", "norm_bias": False, "parallel_block": True, "rope_interleaved": True},
     aliases={"layer_norm_eps": "rms_norm_eps"},
-    ignored=("head_dim", "rms_norm_eps"),
+    ignored=("rms_norm_eps",),
     defaults={"sliding_window_pattern": 4},
 )

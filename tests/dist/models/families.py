@@ -283,7 +283,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"model_type": "olmoe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
     "cohere2": {
         "model_type": "cohere2",
-        "head_dim": 8,
         "logit_scale": 0.3,
         "sliding_window": 6,
         "attention_bias": True,
