@@ -241,6 +241,8 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
             details, remedy = f"{read_as}, {patches}, merge {merge}", f"raise {prefix}.projector.merge"
             if isinstance(encoder, MediaSpec):
                 details, remedy = read_as, f"lower the sizes in the processor of {encoder.path}"
+                if hasattr(encoder, "max_seconds") and encoder.sizes_vary:
+                    remedy = f"lower {prefix}.encoder.max_seconds"
             yield Fault(
                 "data.sequence_length",
                 f"one {encoder.medium} takes {tokens} tokens of {prefix} ({details}), a sequence has only "

@@ -199,6 +199,8 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
         composed(omni, tmp_path, f"+modules.sounds.pretrained={omni / 'model'}")
     with pytest.raises(ConfigError, match="^modules.audio.encoder.max_seconds: is 3, and its feature extractor cuts"):
         resolve(composed(omni, tmp_path, "data.sequence_length=300", "+modules.audio.encoder.max_seconds=3"))
+    with pytest.raises(ConfigError, match="one clip takes .* or lower modules.audio.encoder.max_seconds$"):
+        resolve(composed(omni, tmp_path, "data.sequence_length=20", "+modules.audio.encoder.max_seconds=2"))
     for key in ("optim.projector_lr=1e-3", "freeze=[projector]", "freeze_until={projector: 2}"):
         with pytest.raises(ConfigError, match=r"names the projector, which is a part of the encoder here"):
             resolve(composed(folder, tmp_path, f"modules.images.{key}"))
