@@ -11,6 +11,7 @@ from encoders.registry import FAMILIES as ENCODERS
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained import fill_in
 from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.composites.of_transformers import of_transformers
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.families.config_json import language_keys
 from mimo_train.families.registry import FAMILIES
@@ -181,3 +182,14 @@ def test_version_5_reads_both_names_of_a_preprocessor_as_one(name, tmp_path):
     for kind in (f"{name}ImageProcessor", f"{name}ImageProcessorFast"):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind}))
         assert type(AutoImageProcessor.from_pretrained(tmp_path)).__name__ == f"{name}ImageProcessor"
+
+
+def test_a_class_of_several_parts_sets_defaults_of_its_language_model(tmp_path):
+    config = {
+        "model_type": "voxtral",
+        "text_config": {"num_hidden_layers": 1},
+        "audio_config": {"num_hidden_layers": 1},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    keys = language_keys(of_transformers(tmp_path).part(config, "language"))
+    assert (keys["rope_base"], keys["layernorm_epsilon"], keys["num_layers"]) == (1e8, 1e-5, 1), "not those of Llama"

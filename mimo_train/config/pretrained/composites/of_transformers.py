@@ -46,9 +46,9 @@ class OfTransformers(Composite):
         text = model_config.get_text_config(decoder=True)
         assert name == LANGUAGE, "the media half is read as a whole"
         part = {
-            "model_type": text.model_type,
-            # Early files have the language model's keys at the top level, as Qwen2-VL on the hub.
-            **(config.get(THINKER, config).get(self.language) or text.to_dict()),
+            # Whose defaults the class may set, and all of whose keys early files have at the top level (Qwen2-VL).
+            **text.to_dict(),
+            **config.get(THINKER, config).get(self.language, {}),
             "tie_word_embeddings": structure_of(self.folder).tied,
         }
         # The class sets it for the prefix, of which the encoder's spec says that its tokens see each other.
