@@ -15,7 +15,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
 from mimo_train.layout.batch import pack_length
-from mimo_train.layout.kernels import layers_in_fp8
+from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
 from mimo_train.layout.ranks import layers_of_stage, pipeline_stages, stage_layers, stages_to_end
 from mimo_train.layout.run import Run
 from mimo_train.models.blocks.attention.spec import Attention
@@ -133,8 +133,7 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     share = Share(
         tokens, size, tp=sizes.tp, sp=sizes.sp, cp=sizes.cp, etp=sizes.etp, frozen=frozen,
         plain=_is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout) and llm.residual_multiplier == 1
-        and not (llm.post_norms or llm.rope_interleaved or llm.activation_clamp or llm.glu_offset
-                 or llm.parallel_block),
+        and not any(getattr(llm, name) for name in NOT_PLAIN),
         whole_rows=_copies_heads(cfg),
     )  # fmt: skip
     scores = max(layer.mixer.scores(length, samples, sizes.tp, sizes.cp) for layer in layers)

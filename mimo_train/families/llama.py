@@ -1,4 +1,4 @@
-"""Llama, and families that differ from it in windows, biases, dropout or experts."""
+"""Llama, and families that differ from it in windows, biases, rotated channels, dropout or experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +21,12 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     (Windows(), Rope(), Biases(qkv="attention_bias", proj="attention_bias", mlp="mlp_bias")),
+)
+ERNIE4_5 = Family(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    (Windows(), Rope(5e5), Biases(qkv="use_bias", proj="use_bias", mlp="use_bias")),
+    always={"rope_interleaved": True},
 )
 MISTRAL = Family(
     "mistral",

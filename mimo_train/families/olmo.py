@@ -1,11 +1,12 @@
-"""OLMo 2 and 3: norms behind both blocks alone, and over all heads of queries and of keys, which OLMoE has too."""
+"""Families without norms before blocks: OLMo 2 and 3, whose norms of queries and keys are over all heads, as those of
+OLMoE, and EXAONE 4, in which only layers with a window rotate."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from mimo_train.families.base import NAMES, Config, Family
+from mimo_train.families.base import NAMES, Config, Family, Keys, Spelling
 from mimo_train.families.rope import Rope, TwoRopes
 from mimo_train.families.usual import ATTENTION_BIAS, QwenExperts
-from mimo_train.families.windows import Windows
+from mimo_train.families.windows import Windows, pattern_layers
 
 
 def _three_of_four(config: Config, layer: int) -> bool:
@@ -38,4 +39,28 @@ OLMOE = Family(
     ignored=("moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     defaults={"decoder_sparse_step": 1, "mlp_only_layers": None},
     never={"clip_qkv": (None,)},
+)
+
+
+@dataclass(frozen=True)
+class WindowsRotate(Spelling):
+    """Layers that attend to all tokens do not rotate, if `sliding_window` is set."""
+
+    @property
+    def feature(self) -> str:
+        return "positions in layers with a window only, if `sliding_window` is set"
+
+    def read(self, config: Config, keys: Keys) -> Keys:
+        if not config["sliding_window"]:
+            return {"no_rope_layers": []}
+        layers = list(range(config["num_hidden_layers"]))
+        return {"no_rope_layers": keys["full_attention_layers"] if keys["window"] else layers}
+
+
+EXAONE4 = Family(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    (Windows(pattern_layers, by_layer=True), Rope(), WindowsRotate()),
+    names=OLMO2.names,
+    always={"pre_norms": False, "post_norms": True, "qk_norm": True},
 )

@@ -7,14 +7,12 @@ from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.families.base import Family, fault
 from mimo_train.families.cohere import COHERE2
 from mimo_train.families.deepseek import DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, HY_V3, KIMI_K2
-from mimo_train.families.ernie4_5 import ERNIE4_5
-from mimo_train.families.exaone4 import EXAONE4
 from mimo_train.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from mimo_train.families.glm import GLM, GLM4, GLM4_MOE, GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
 from mimo_train.families.gpt_oss import GPT_OSS
 from mimo_train.families.granite import GRANITE
-from mimo_train.families.llama import CWM, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SEED_OSS
-from mimo_train.families.olmo import OLMO2, OLMO3, OLMOE
+from mimo_train.families.llama import CWM, ERNIE4_5, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SEED_OSS
+from mimo_train.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
 from mimo_train.families.phi3 import PHI3
 from mimo_train.families.qwen import (
     QWEN2,

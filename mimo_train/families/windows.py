@@ -51,6 +51,10 @@ class Windows(Spelling):
     def faults(self, config: Config) -> Iterator[Fault]:
         kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
         if kinds is None:
+            pattern = config.get("sliding_window_pattern")
+            is_read = self.default is pattern_layers and config["sliding_window"]
+            if is_read and (type(pattern) is not int or pattern < 1):
+                yield fault("sliding_window_pattern", pattern, "a whole number of at least 1 or layer_types is needed")
             return
         if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
             yield fault("layer_types", kinds, f"one of {FULL} and {SLIDING} for each of {layers} layers can be built")

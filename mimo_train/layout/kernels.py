@@ -9,6 +9,9 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import TransformersLlm
 
+NOT_PLAIN = ("post_norms", "rope_interleaved", "activation_clamp", "glu_offset", "parallel_block")
+"""Keys of a language model whose layers `mimo_train.models.dense_layer` does not compute."""
+
 _IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
@@ -202,10 +205,7 @@ def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
         llm = module.llm
         if llm.residual_multiplier != 1:
             return f"{key}.llm.residual_multiplier={llm.residual_multiplier:g}"
-        names = (
-            *("num_experts", "kv_lora_rank", "dropout", "post_norms", "rope_interleaved"),
-            *("activation_clamp", "glu_offset", "parallel_block"),
-        )
+        names = ("num_experts", "kv_lora_rank", "dropout", *NOT_PLAIN)
         return next((f"{key}.llm.{name}={value}" for name in names if (value := getattr(llm, name))), "")
     if isinstance(module.encoder, PlainSpec):
         return f"{key}.encoder.family {module.encoder.family}, a plain torch module"

@@ -213,6 +213,7 @@ def test_a_key_of_its_class_alone_counts():
         ({"model_type": "granite", "attention_multiplier": None}, "attention_multiplier is None"),
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
         ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
+        ({"model_type": "cohere2", "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ({"model_type": "cohere2", "logit_scale": 0}, "logit_scale is 0: a number above 0 is needed"),
         ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias is False"),
