@@ -219,8 +219,8 @@ def family_of(name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     if name in ("transformers", "transformers_audio"):
-        text = "set pretrained of the module to the directory, and implementation=transformers, instead of encoder.path"
-        raise EncoderError(f"{name!r} is no encoder family any more: {text}")
+        remedy = "Set pretrained of the module to the directory, and implementation=transformers, not encoder.path"
+        raise EncoderError(f"encoder family {name!r} was removed. {remedy}")
     families = [*FAMILIES, *_installed()]
     raise EncoderError(
         f"unknown encoder family {name!r}. Name your own by its path, package.module:Spec (docs/your-encoder.md). "

@@ -74,11 +74,11 @@ def _explained(name: str, revision: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"data.shards: {why_unreadable('dataset', name, revision, error)}") from None
+        raise DataError(f"data.shards: {download_error('dataset', name, revision, error)}") from None
 
 
-def why_unreadable(kind: str, name: str, revision: str, error: Exception) -> str:
-    """Return why the hub does not give a `dataset` or `model`, and the remedy; `error`: what huggingface_hub raised."""
+def download_error(kind: str, name: str, revision: str, error: Exception) -> str:
+    """Return the message for a `dataset` or `model` that cannot be downloaded; `error`: of huggingface_hub."""
     from huggingface_hub import constants, errors
 
     is_dataset, log_in = kind == "dataset", "log in (`hf auth login`, or HF_TOKEN)"

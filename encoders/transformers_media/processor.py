@@ -138,8 +138,8 @@ class MediaProcessor:
         try:
             inputs, texts = process([[item]] if self.kind == "image" else [item.numpy()], **self._options)
             if not (texts[0].startswith(self.start) and texts[0].endswith(self.end)):
-                shown = f"of {[*item.shape]} than {self.start!r} and {self.end!r} of {[*USUAL]}"
-                raise EncoderError(f"{type(self._processor).__name__} writes other text around an item {shown}")
+                sizes = f"{[*item.shape]} other text than for {[*USUAL]} ({self.start!r}, {self.end!r})"
+                raise EncoderError(f"{type(self._processor).__name__} writes around an item of {sizes}")
             ids = self._tokenized(texts[0][len(self.start) : len(texts[0]) - len(self.end)])
         except NotImplementedError:  # a processor that writes the whole text itself
             text_options = {"text": [self.mark], "add_special_tokens": False, "return_tensors": "pt"}
@@ -152,12 +152,12 @@ class MediaProcessor:
         """Return the text in front of the first special token of an image, and behind the last."""
         try:
             _, texts = self._processor._process_images([[torch.zeros(USUAL, dtype=torch.uint8)]], **self._options)
-        except Exception:  # it writes the whole text itself, or `ids` reports the error of each size
+        except Exception:  # it writes all text itself, or `ids` reports the error of each size
             return "", ""
         special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         pattern = "|".join(map(re.escape, sorted({self.mark, self.pad_token, *special}, key=len, reverse=True)))
-        places = [match.span() for match in re.finditer(pattern, texts[0])]
-        return (texts[0][: places[0][0]], texts[0][places[-1][1] :]) if places else ("", "")
+        spans = [match.span() for match in re.finditer(pattern, texts[0])]
+        return (texts[0][: spans[0][0]], texts[0][spans[-1][1] :]) if spans else ("", "")
 
     def _of_empty_image(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
         reason: Exception | None = None

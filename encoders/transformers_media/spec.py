@@ -87,8 +87,8 @@ class AudioItems(ProcessorSpec):
         """Return (samples, samples per second), resampled. Raise EncoderError if it is longer than `max_seconds`."""
         if samples > self.max_seconds * rate:
             raise EncoderError(
-                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
-                "clip, or raise it"
+                f"it lasts {samples / rate:.2f} s, longer than encoder.max_seconds={self.max_seconds:g}. Cut it, "
+                "or raise max_seconds"
             )
         processor = self.processor()
         return processor.length(samples, rate), processor.sample_rate
@@ -101,7 +101,7 @@ class AudioItems(ProcessorSpec):
     def faults(self) -> list[tuple[str, str]]:
         faults = super().faults()
         if not faults and self.processor().cuts(self.max_seconds):
-            text = f"is {self.max_seconds:g}, and its feature extractor cuts such audio: lower it"
+            text = f"is {self.max_seconds:g}, but the feature extractor cuts audio of this length. Lower it"
             faults.append(("max_seconds", text))
         return faults
 

@@ -101,10 +101,10 @@ class Tensors:
         """Yield the rules of tensors that transformers converts: it converts row numbers in their place. None for
         conversions of columns."""
         converter = copy.deepcopy(next(entry for entry in self._converters if sources[0][1] in entry.source_patterns))
-        places: list[tuple[str, int]] = []
+        origins: list[tuple[str, int]] = []
         for file, pattern in sources:
-            numbers = torch.arange(len(places), len(places) + files[file][0])
-            places += [(file, row) for row in range(len(numbers))]
+            numbers = torch.arange(len(origins), len(origins) + files[file][0])
+            origins += [(file, row) for row in range(len(numbers))]
             columns = [1] * (len(files[file]) - 1)
             converter.add_tensor(name, file, pattern, numbers.view(-1, *columns).expand(files[file]))
         for target, value in converter.convert(name, config=self._config).items():
@@ -113,8 +113,8 @@ class Tensors:
             first = columns_of_rows[:, :1]
             if tuple(numbers.shape) == self.shapes.get(target) and bool((columns_of_rows == first).all()):
                 numbered = enumerate(first.flatten().tolist())
-                runs = groupby(numbered, lambda pair: (places[pair[1]][0], pair[1] - pair[0]))
-                rows = [(file, [places[number][1] for _, number in run]) for (file, _), run in runs]
+                runs = groupby(numbered, lambda pair: (origins[pair[1]][0], pair[1] - pair[0]))
+                rows = [(file, [origins[number][1] for _, number in run]) for (file, _), run in runs]
                 yield self._rule(target, [Rows(file, len(run), run[0]) for file, run in rows])
 
     def _rule(self, name: str, rows: Sequence[Rows]) -> Rule:
@@ -133,11 +133,11 @@ class Structure(Tensors):
         """Build the model on the meta device."""
         model = skeleton(config)
         super().__init__(model)
-        places = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         language, head = model.get_decoder(), model.get_output_embeddings()
         self._class = type(model).__name__
-        self._table = f"{places[id(language)]}.embed_tokens.weight"
-        self._head = f"{places.get(id(head), 'lm_head')}.weight"
+        self._table = f"{names[id(language)]}.embed_tokens.weight"
+        self._head = f"{names.get(id(head), 'lm_head')}.weight"
         self.tied = head is None or head.weight is language.get_input_embeddings().weight
         self._config = config
         self.shapes = {name: tuple(value.shape) for name, value in without_language(model).named_parameters()}

@@ -195,7 +195,7 @@ class TowerReader:
         else:
             inputs = self._processor(item.numpy(), **self._options)
         if self._input not in inputs:
-            raise EncoderError(f"{type(self._processor).__name__} makes no {self._input}")
+            raise EncoderError(f"{type(self._processor).__name__} returns no {self._input}")
         return cast(torch.Tensor, inputs[self._input])
 
     def _empty_shape(self, extent0: int, extent1: int) -> tuple[int, ...]:

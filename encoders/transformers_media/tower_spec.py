@@ -67,7 +67,7 @@ class AutoTowerSpec(ProcessorSpec):
         except EncoderError as error:
             return [("path", str(error))]
         if width != self.hidden_size:
-            return [("hidden_state", f"has features of {width}, and the last layer of {self.hidden_size}")]
+            return [("hidden_state", f"has width {width}, the last layer {self.hidden_size}. Choose another")]
         return []
 
 
@@ -111,7 +111,7 @@ class TowerImages(ImageItems, AutoTowerSpec):
     def faults(self) -> list[tuple[str, str]]:
         faults = super().faults()
         if not faults and self.prefix_tokens < 0:
-            text = "is not known: set it to the number of tokens that its features have before those of patches, or 0"
+            text = "is unknown. Set it to the number of tokens before the patches, or 0"
             faults.append(("prefix_tokens", text))
         return faults
 
@@ -120,11 +120,11 @@ class TowerImages(ImageItems, AutoTowerSpec):
             return []
         grids = [self.processor().grid(*size) for size in self.processor().sizes]
         if self.keep_prefix or None in grids:
-            return [("projector.merge", f"is {merge}, and its features form no grid: set it to 1")]
+            return [("projector.merge", f"is {merge}, but the features form no grid. Set it to 1")]
         odd = next((grid for grid in grids if grid and (grid[0] % merge or grid[1] % merge)), None)
         if odd or self.sizes_vary:
             text = f"the grid of features, {odd[0]} x {odd[1]}" if odd else "every size of images"
-            return [("projector.merge", f"{merge} does not divide {text}: set it to 1, or set encoder.image_size")]
+            return [("projector.merge", f"{merge} does not divide {text}. Set it to 1, or set encoder.image_size")]
         return []
 
 

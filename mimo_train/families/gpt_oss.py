@@ -32,7 +32,7 @@ class ClampedGate(Spelling):
             yield fault("swiglu_limit", limit, "a number above 0 is needed")
         method = (config.get("quantization_config") or {"quant_method": "mxfp4"}).get("quant_method")
         if method != "mxfp4":
-            yield fault("quant_method", method, "of quantised weights, those in mxfp4 can be read")
+            yield fault("quant_method", method, "the only quantised weights that can be read are mxfp4")
 
     def read(self, config: Config, keys: Keys) -> Keys:
         return {"activation_clamp": float(config["swiglu_limit"])}

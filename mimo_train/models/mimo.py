@@ -97,8 +97,8 @@ class PlacedMimoModel(MimoModel):
             has_items = any(len(rows) for name, rows in received.items() if name != LANGUAGE)
             if has_items or config.bidirectional == "prefix":
                 raise UserError(
-                    "the forward step does not say which tokens see later ones, as some do in this model: give the "
-                    "model the `blocks` of the microbatch"
+                    "the forward step must pass `blocks` to the model, in which some tokens see later ones. Take them "
+                    "from the microbatch"
                 )
         return self._forward_language_module(
             input_ids, position_ids, attention_mask, loss_mask, labels, received, {"documents": documents}

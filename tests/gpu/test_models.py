@@ -47,7 +47,7 @@ def test_language_models_follow_transformers(tmp_path):
     assert len(computed) == len(FAMILIES) and not wrong
 
 
-@pytest.mark.skipif(bool(CUDA and delta.why_torch()), reason="needs kernels of fla that are right here")
+@pytest.mark.skipif(bool(CUDA and delta.fallback_reason()), reason="needs kernels of fla that are right here")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, KERNEL_BOUND), (torch.bfloat16, 3e-2)])
 def test_kernels_of_the_delta_rule_follow_torch(dtype, bound):
     draw = torch.Generator("cuda").manual_seed(1)

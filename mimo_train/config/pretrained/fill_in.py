@@ -211,7 +211,7 @@ def _repeated_half(
         return  # named with the keys of the module
     other = halves.setdefault((directory.folder, kind), name) if half is not None else name
     if other != name:
-        text = f"is {directory.folder}, of which modules.{other} is the media half already"
+        text = f"is {directory.folder}, whose media half modules.{other} has already"
         more = ". A module for its audio needs a name that begins with audio" if kind == "image" else ""
         yield Fault(f"modules.{name}.pretrained", f"{text}. Remove one of them{more}")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from data.storage.hub import why_unreadable
+from data.storage.hub import download_error
 from data.text_format import shown
 from encoders.joined.spec import PARTS as JOINED
 from mimo_train.config.errors import ConfigError, Fault, UserError
@@ -341,7 +341,7 @@ def _explained(key: str, text: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = why_unreadable("model", name, revision, error)
+        reason = download_error("model", name, revision, error)
         raise ConfigError([Fault(key, f"there is no folder {text}, and {reason}")]) from None
 
 

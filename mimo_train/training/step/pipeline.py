@@ -34,7 +34,7 @@ from mimo_train.layout.kernels import has_fp8
 from mimo_train.layout.run import Run
 from mimo_train.logging.rank_log import show
 from mimo_train.logging.stopwatch import Stopwatch
-from mimo_train.models.blocks.delta.module import DeltaNet, why_torch
+from mimo_train.models.blocks.delta.module import DeltaNet, fallback_reason
 from mimo_train.models.build import build_model
 from mimo_train.models.fp8 import renew_copies
 from mimo_train.models.heads import ModelHook
@@ -254,8 +254,8 @@ def build_parts(
         undrawn=undrawn,
     )
     has_delta = any(isinstance(part, DeltaNet) for chunk in model for part in chunk.modules())
-    if kind == "cuda" and has_delta and dist.get_rank() == 0 and why_torch():
-        show(f"torch computes Gated DeltaNet, which is slower: {why_torch()}")
+    if kind == "cuda" and has_delta and dist.get_rank() == 0 and fallback_reason():
+        show(f"torch computes Gated DeltaNet, which is slower: {fallback_reason()}")
     _seed(cfg, groups)
     stopwatch = Stopwatch(cuda=kind == "cuda")
     return Parts(tokenizer, Pipeline(run, groups, model, device, stopwatch), stopwatch)

@@ -166,7 +166,7 @@ def _without_blocks(cfg) -> str:
 
 def test_a_forward_step_that_drops_the_tokens_that_see_later_ones_is_named(published, tmp_path):
     cfg = composed(published("gemma3")[0], tmp_path, "data.sequence_length=300", *LAYOUTS["one process"])
-    assert run_ranks(_without_blocks, 1, cfg)[0].startswith("the forward step does not say which tokens see later ones")
+    assert run_ranks(_without_blocks, 1, cfg)[0].startswith("the forward step must pass `blocks` to the model")
 
 
 def test_a_media_half_resumes_at_another_dp(published, tmp_path):
@@ -191,13 +191,13 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
     alone = f"modules.images.pretrained={folder / 'model'}"
     with pytest.raises(ConfigError, match="^modules.images.pretrained: .* need its own language model"):
         composed(folder, tmp_path, "pretrained=", alone)
-    with pytest.raises(ConfigError, match="of which modules.images is the media half already"):
+    with pytest.raises(ConfigError, match="whose media half modules.images has already"):
         composed(folder, tmp_path, f"+modules.more.pretrained={folder / 'model'}")
     omni, _ = published("qwen2_5_omni")
     assert [*config_of_directory(omni / "model").modules] == ["images", "audio", "language"]
-    with pytest.raises(ConfigError, match="images is the media half already. .* needs a name that begins with audio$"):
+    with pytest.raises(ConfigError, match="modules.images has already. .* needs a name that begins with audio$"):
         composed(omni, tmp_path, f"+modules.sounds.pretrained={omni / 'model'}")
-    with pytest.raises(ConfigError, match="^modules.audio.encoder.max_seconds: is 3, and its feature extractor cuts"):
+    with pytest.raises(ConfigError, match="^modules.audio.encoder.max_seconds: is 3, but the feature extractor cuts"):
         resolve(composed(omni, tmp_path, "data.sequence_length=300", "+modules.audio.encoder.max_seconds=3"))
     with pytest.raises(ConfigError, match="one clip takes .* or lower modules.audio.encoder.max_seconds$"):
         resolve(composed(omni, tmp_path, "data.sequence_length=20", "+modules.audio.encoder.max_seconds=2"))

@@ -77,7 +77,7 @@ def test_kernels_are_told_where_documents_end(heads, monkeypatch):
         parts = x.tensor_split(cu_seqlens[1:-1].tolist(), 1)
         return torch.cat([rule.torch_convolution(part, weight) for part in parts], 1), None
 
-    monkeypatch.setattr(rule, "why_torch", lambda: "")
+    monkeypatch.setattr(rule, "fallback_reason", lambda: "")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     for kernel in (chunk_gated_delta_rule, causal_conv1d):
         known = getattr(common, kernel.__name__)

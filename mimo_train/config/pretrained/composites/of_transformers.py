@@ -23,10 +23,8 @@ SIZES = ((100, 60), (200, 320))
 """Images of which positions are compared, (height, width)."""
 SHOWN = 5
 """Most tensors named in a message."""
-THINKER = "thinker_config"
-"""Key of the model that reads and writes text, in the config.json of a model that speaks too."""
 THINKER_NAMES = "thinker."
-"""Prefix of its tensors there. Others speak, and are not trained."""
+"""Prefix of the tensors of the model that reads and writes text. Others speak, and are not trained."""
 FAMILIES = {"image": "media_images", "audio": "media_audio"}
 """Encoder families by the kind of media."""
 
@@ -39,7 +37,7 @@ class OfTransformers(Composite):
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """See `Composite.part`. Raise EncoderError if transformers cannot build the model."""
-        from encoders.transformers_media.directory import bidirectional_of, hf_config
+        from encoders.transformers_media.directory import THINKER, bidirectional_of, hf_config
         from encoders.transformers_media.tensors import structure_of
 
         model_config = hf_config(self.folder)
@@ -56,6 +54,8 @@ class OfTransformers(Composite):
 
     def with_vocabulary(self, config: Mapping[str, Any], rows: int) -> dict[str, Any]:
         """See `Composite.with_vocabulary`."""
+        from encoders.transformers_media.directory import THINKER
+
         if THINKER in config:
             return {**config, THINKER: super().with_vocabulary(config[THINKER], rows)}
         return super().with_vocabulary(config, rows)
@@ -182,8 +182,8 @@ def stored_weights(tensors: "Tensors", folder: Path, key: str) -> WeightMap:
     rules, stored = {rule.ours: rule for rule in tensors.rules(files)}, tensors.stored_names(files)
     missing = [name for name in tensors.shapes if name not in rules]
     if missing:
-        text = f"{folder} has no tensor for {listed(missing, SHOWN)}, or other forms of them"
-        raise UserError(f"{key}: {text}: load and save it with transformers 5")
+        text = f"{folder} lacks tensors that can be read for {listed(missing, SHOWN)}"
+        raise UserError(f"{key}: {text}. Load and save it with transformers 5")
     carried = ["*.num_batches_tracked", *(stored[name] for name in sorted(tensors.others) if name in stored)]
     if any(file.startswith(THINKER_NAMES) for file in files):
         carried += [file for file in files if not file.startswith(THINKER_NAMES)]

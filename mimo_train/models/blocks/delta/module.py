@@ -206,7 +206,7 @@ def convolve(inputs_BSC: torch.Tensor, weight_CK: torch.Tensor, documents: Docum
 
 def apply_rule(heads: Heads, documents: Documents | None) -> torch.Tensor:
     """Return the outputs of the rule inside documents, [B, S, heads, value size], with normed queries and keys."""
-    if heads[0].is_cuda and not why_torch():
+    if heads[0].is_cuda and not fallback_reason():
         query, key, value, decay, beta = heads
         options = {"use_qk_l2norm_in_kernel": True, **_ends(documents, query)}
         return common.chunk_gated_delta_rule(query, key, value, g=decay, beta=beta, **options)[0]
@@ -214,7 +214,7 @@ def apply_rule(heads: Heads, documents: Documents | None) -> torch.Tensor:
 
 
 @functools.cache
-def why_torch() -> str:
+def fallback_reason() -> str:
     """Return why torch computes the rule on this process's GPU, or "" if the kernels of `fla` do."""
     if common.chunk_gated_delta_rule is None:
         return "flash-linear-attention is not installed, or has no kernels for it here"
