@@ -78,6 +78,7 @@ def test_prompt_ends_where_the_answer_begins():
 
 def test_collate_shapes():
     batch = collate([sample(parse(b"abc", "txt", image=0), length=8)] * 3)
+    assert batch.pop("lengths") == (5, 5, 5)
     assert {name: (tuple(value.shape), str(value.dtype)) for name, value in batch.items()} == {
         "input_ids": ((3, 8), "torch.int64"),
         "labels": ((3, 8), "torch.int64"),
