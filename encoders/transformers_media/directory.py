@@ -89,6 +89,12 @@ def projects_in_forward(built: type[PreTrainedModel]) -> bool:
     return "self.multi_modal_projector(" in _forward(built)
 
 
+def scales_logits(config: PretrainedConfig) -> bool:
+    """True if a model multiplies logits as its language model alone does: Aya Vision and Cohere 2 Vision do not."""
+    source = inspect.getsource(sys.modules[class_of(config).__module__])
+    return "logit_scale" in source or not hasattr(config.get_text_config(decoder=True), "logit_scale")
+
+
 def _forward(built: type[PreTrainedModel]) -> str:
     """Return the source of `forward` of a class and of the one inside it, without their signatures."""
     owners = {built, *(model for model in _models_beside(built) if hasattr(model, "get_placeholder_mask"))}

@@ -134,7 +134,9 @@ def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     both = {key: readable_by_both(value, dtype) if key in parts else value for key, value in config.items()}
     both |= {"dtype": dtype, "torch_dtype": dtype}
     rope = both.get("rope_parameters")
-    if isinstance(rope, dict):
+    by_kind = isinstance(rope, dict) and ("full_attention" in rope or "sliding_attention" in rope)
+    # Other types with rotary positions by kind of layer are not in version 4, and their classes take no such keys.
+    if isinstance(rope, dict) and (not by_kind or both.get("model_type") == "gemma3_text"):
         both |= _rope_of_version_4(rope)
     if both.get("model_type") == "qwen3_moe" and "num_local_experts" in both:
         both.setdefault("num_experts", both["num_local_experts"])
@@ -146,8 +148,6 @@ def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
     if "full_attention" in rope or "sliding_attention" in rope:
         full_attention = _rope_of_version_4(rope.get("full_attention") or {})
         local = rope.get("sliding_attention") or {}
-        if "mrope_section" in local:  # Cohere Compass, whose class takes no such keys: version 4 lacks it
-            return {}
         return full_attention | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     kind = scaling.get("rope_type", "default")

@@ -28,13 +28,13 @@ _BY_SIZE = {
         attention_hidden_size""",
     32: """moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size
         shared_intermediate_size expert_ffn_hidden_size q_lora_rank kv_lora_rank qk_head_dim""",
-    1: "n_group topk_group num_expert_group first_k_dense_replace",
+    1: "n_group topk_group num_expert_group n_shared_experts first_k_dense_replace",
     5: "conv_kernel_size",
     # Scores of tiny indexers are often zero, and which of equal ones are the largest depends on the length.
     8192: "max_position_embeddings index_topk",
 }
 SIZES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
-NEEDED = ("head_dim", "num_key_value_heads", "n_routed_experts")
+NEEDED = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
 """Keys that may be null, which their classes do not take."""
 DROPPED = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
 """Parts of the names of keys that draw random numbers."""
@@ -131,7 +131,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "glm46v": _GLM, "glm4v": _GLM, "glm_ocr": _GLM, "glmga": _GLM,
     "glm4v_moe": _mrope(1, 1, 2, partial_rotary_factor=0.5),
     "glm5_next": {
-        "text_config.num_key_value_heads": 4, "text_config.index_topk": 16, "text_config.index_kpool": 8,
+        "text_config.num_key_value_heads": 4, "text_config.index_topk": 4096, "text_config.index_kpool": 8,
     },
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2",
@@ -165,6 +165,9 @@ FIXES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Values by type and key, with the keys of parts before a dot."""
 FIXES |= {
+    "bamba": {"attn_layer_indices": [1]},
+    "dots1": {"norm_topk_prob": True},
+    "falcon_h1": {"mamba_d_ssm": 128},
     "cohere_compass_text": {"rope_parameters": _BOTH},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, "ffn_config.moe_num_experts": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},

@@ -208,7 +208,7 @@ def outcome(kind: str, folder: Path) -> Outcome | str:
             batch.setdefault("mm_token_type_ids", (batch["input_ids"] == model.config.image_token_id).long())
         with torch.no_grad():
             batch = {name: _as_float(value) for name, value in batch.items() if name in known}
-            theirs = model.eval()(**batch).logits[0].float().numpy()
+            theirs = model.eval()(**batch, use_cache=False).logits[0].float().numpy()
         gaps.append(np.abs(logits[number, :length, : theirs.shape[-1]] - theirs).max() / np.abs(theirs).max())
     differences = [abs(ours / theirs - 1) for ours, theirs in zip(resumed, expected, strict=True)]
     keys = [*info["missing_keys"], *info["unexpected_keys"], *map(str, info["mismatched_keys"])]
@@ -222,9 +222,11 @@ def _as_float(value: Any) -> Any:
 def _class(folder: Path, kind: str) -> Any:
     import transformers
 
+    from mimo_train.config.transformers_llm import causal_classes
+
     if kind in _of_parts():
         return getattr(transformers, _of_parts()[kind])
-    return transformers.AutoModelForCausalLM
+    return getattr(transformers, causal_classes()[kind])
 
 
 def _tier(cfg: Any) -> str:

@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "perception_lm": {"processor": {"patch_size": 14}},
 }  # fmt: skip
 """Arguments of a processor and its parts, by type."""
-LENGTHS = {"paligemma": 196}
+LENGTHS = {"gemma3": 16, "paligemma": 196, "shieldgemma2": 16}
 """Tokens of an image that a processor takes from its image processor, by type."""
 MARKS = {"hunyuan_vl": "<|image_start|><|image|><|image_end|>"}
 """What a chat template writes for an image, where it is not the processor's token."""

@@ -12,6 +12,8 @@ ALL = bool(os.environ.get("MIMO_ALL_MODELS"))
 BOUND = 1e-5
 """Largest difference of logits, of the largest, and of loss and gradient norm."""
 FEW = {
+    "cohere2_vision": "logits that are not scaled",
+    "cohere_compass_text": "rotary positions by kind of layer, a language model as it is",
     "glmasr": "audio",
     "granite_speech": "batch norms, batches that are not those of their items",
     "idefics2": "images that are padded",

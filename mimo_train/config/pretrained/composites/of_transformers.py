@@ -37,7 +37,7 @@ class OfTransformers(Composite):
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """See `Composite.part`. Raise EncoderError if transformers cannot build the model."""
-        from encoders.transformers_media.directory import THINKER, bidirectional_of, hf_config
+        from encoders.transformers_media.directory import THINKER, bidirectional_of, hf_config, scales_logits
         from encoders.transformers_media.tensors import structure_of
 
         model_config = hf_config(self.folder)
@@ -48,6 +48,7 @@ class OfTransformers(Composite):
             **text.to_dict(),
             **config.get(THINKER, config).get(self.language, {}),
             "tie_word_embeddings": structure_of(self.folder).tied,
+            **({} if scales_logits(model_config) else {"logit_scale": 1.0}),
         }
         # The class sets it for the prefix, of which the encoder's spec says that its tokens see each other.
         return part | ({"use_bidirectional_attention": None} if bidirectional_of(model_config) == "prefix" else {})
