@@ -84,15 +84,17 @@ def _collect(pipes: list, deadline: float) -> list[Any]:
         ready = wait(waiting, timeout=max(0, deadline - time.monotonic()))
         if not ready:
             raise RankFailure(f"ranks {[rank for rank in range(len(pipes)) if rank not in results]} are still running")
+        failures = []
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                good, result = pipe.recv()
-            except EOFError as error:
-                raise RankFailure(f"rank {rank} died") from error
-            if not good:
-                raise RankFailure(f"rank {rank}:\n{result}")
-            results[rank] = result
+                good, results[rank] = pipe.recv()
+            except EOFError:
+                failures.append(f"rank {rank} died")
+            else:
+                failures += [] if good else [f"rank {rank}:\n{results[rank]}"]
+        if failures:  # also that of the rank that others have lost
+            raise RankFailure("\n".join(failures))
     return [results[rank] for rank in range(len(pipes))]
 
 
