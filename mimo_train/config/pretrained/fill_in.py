@@ -12,6 +12,7 @@ from encoders.registry import FAMILIES
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained import unsupported
 from mimo_train.config.pretrained.adapter import adapter_keys
 from mimo_train.config.pretrained.as_is import is_tower, keys_as_is, media_half, native_encoder_faults
 from mimo_train.config.pretrained.composites import COMPOSITES, ENCODERS, Composite, composite_of
@@ -19,7 +20,6 @@ from mimo_train.config.pretrained.composites.of_transformers import PROJECTOR as
 from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
 from mimo_train.config.pretrained.hub import model_keys
-from mimo_train.config.pretrained.unsupported import MEDIA as UNSUPPORTED_MEDIA
 from mimo_train.config.read_values import shown_plain
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import PlaceholderConfig
@@ -66,8 +66,9 @@ def directories(plain: dict[str, Any]) -> dict[str, Directory]:
         if path or of_all:
             key = f"modules.{name}.pretrained" if path else "pretrained"
             directory = by_module[name] = read_directory(str(path or of_all), key)
-            if name != LANGUAGE and directory.model_type in UNSUPPORTED_MEDIA:
-                text = f"a {directory.model_type} {UNSUPPORTED_MEDIA[directory.model_type]}, which is not supported"
+            reasons = unsupported.LANGUAGE if name == LANGUAGE else unsupported.MEDIA
+            if directory.model_type in reasons:
+                text = f"a {directory.model_type} {reasons[directory.model_type]}, which is not supported"
                 raise ConfigError([Fault(key, f"{directory.folder}: {text}. Choose another model")])
     alike = [name for name, directory in by_module.items() if directory.key == "pretrained" and name != LANGUAGE]
     # Anything else is rejected later, as no encoder.

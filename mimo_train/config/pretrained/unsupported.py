@@ -22,6 +22,7 @@ MEDIA = _by_type(
         "numbers the images of a sample in its text": "minicpm_ocr minicpmv4_6 minicpmv4_7",
         "saves tensors of its language model by other names than that alone": "cosmos3_omni",
         "has a language model without get_input_embeddings": "nemotron_h_omni",
+        "has other text around images of other sizes": "granite_docling step3p7",
         "predicts actions": "pi0",
         "reads proteins": "evolla",
     }
@@ -31,6 +32,8 @@ MEDIA = _by_type(
 LANGUAGE = _by_type(
     {
         "predicts codes of an audio codec": "musicgen musicgen_melody",
+        "lets tokens see later ones": "cpmant xlnet",
+        "joins bytes into patches by a model of its own": "blt",
         "drafts tokens for another model": "gemma4_assistant gemma4_unified_assistant",
     }
 )

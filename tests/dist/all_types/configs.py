@@ -56,7 +56,7 @@ def shrink(values: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, dict):
             shrink(value)
         elif any(word in key for word in DROPPED) and isinstance(value, int | float):
-            values[key] = 0.0
+            values[key] = type(value)(0)
         elif key in SIZES and isinstance(value, int | float) and not isinstance(value, bool):
             values[key] = SIZES[key] if value else value
         elif key in NEEDED and value is None:
@@ -178,6 +178,8 @@ FIXES |= {
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron_h": {"n_groups": 2, "layers_block_type": ["linear_attention", "full_attention"]},
     "qwen4_exp_text": _INDEXER,
+    "qwen3_5_moe_text": {"rope_parameters": _DELTA["text_config.rope_parameters"]},
+    "qwen3_5_text": {"rope_parameters": _DELTA["text_config.rope_parameters"]},
     "reformer": {"attn_layers": ["local", "local"], "axial_pos_embds": False},
     "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},

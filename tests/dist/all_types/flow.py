@@ -23,7 +23,7 @@ CLIPS: list[tuple[list[Any], str]] = [([(9000,), "what is said?"], "one two"), S
 TEXTS = [SAMPLES[1], (["read it from left to right"], "1 2 3")]
 VOCABULARY = 320
 """Rows of language models alone, for bytes."""
-LIMIT = 1.5e8
+LIMIT = 2e8
 """Most parameters of a tiny model."""
 STD = 0.1
 """Standard deviation of matrices: features and layers must matter."""
@@ -97,9 +97,11 @@ def make(kind: str, folder: Path) -> str:
 def _of_parts() -> dict[str, str]:
     from transformers import CONFIG_MAPPING
 
+    from mimo_train.config.transformers_llm import causal_classes
     from scripts.model_tables import types_of_parts
 
-    return {kind: name for kind, name in types_of_parts().items() if CONFIG_MAPPING[kind].sub_configs}
+    types = types_of_parts().items()
+    return {kind: name for kind, name in types if CONFIG_MAPPING[kind].sub_configs or kind not in causal_classes()}
 
 
 def _fit(values: dict[str, Any], processor: Any, kind: str) -> None:

@@ -28,7 +28,8 @@ PACKAGES = {
 }  # fmt: skip
 """Packages that processors and models of types need, which are no dependencies."""
 NOT_RUN = dict.fromkeys(
-    "blip-2 deepseek_ocr2 dots3_note fuyu nemo_speechlm perception_lm unlimited_ocr".split(), "no sizes fit yet"
+    "blip-2 deepseek_ocr2 dots3_note dots3_note_text fuyu nemo_speechlm perception_lm unlimited_ocr".split(),
+    "no sizes fit yet",
 ) | {
     "vibevoice_asr": "has 688 million parameters at least",
 }

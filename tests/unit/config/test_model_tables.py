@@ -1,8 +1,13 @@
 """docs/models.md matches the registries."""
 
+import json
 import re
 
+import pytest
+
 from encoders.registry import FAMILIES
+from mimo_train.config.compose import load
+from mimo_train.config.errors import ConfigError
 from mimo_train.config.pretrained import unsupported
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.families.registry import FAMILIES as LANGUAGE_FAMILIES
@@ -29,3 +34,11 @@ def test_every_type_of_transformers_has_a_tier_or_a_reason():
     assert [kind for kind, tier in types.items() if not tier.name and not tier.reason] == []
     assert unsupported.MEDIA.keys() <= media.keys() and unsupported.LANGUAGE.keys() <= texts.keys()
     assert types.keys() <= set(re.findall(r"`([\w.-]+)`", PAGE))
+
+
+@pytest.mark.parametrize(("kind", "config"), [("mllama", "vlm_digits"), ("musicgen", "gpt_tiny")])
+def test_an_unsupported_type_is_named_with_its_reason(kind, config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    reason = (unsupported.MEDIA | unsupported.LANGUAGE)[kind]
+    with pytest.raises(ConfigError, match=f"^pretrained: .* a {kind} {reason}, which is not supported"):
+        load(config, [f"pretrained={tmp_path}"])
