@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torchaudio.functional import melscale_fbanks
 
 from encoders.initial_weights import bare_layer, draw_weights
 from encoders.native.whisper.spec import WhisperSpec
@@ -88,6 +87,8 @@ class WhisperEncoder(StagedEncoder):
 
 def mel_filters(spec: WhisperSpec) -> torch.Tensor:
     """Return weights [window / 2 + 1, num_mels] of frequencies in mel bands: Slaney's scale, bands of equal area."""
+    from torchaudio.functional import melscale_fbanks  # runs without audio read this module too, for `sinusoids`
+
     return melscale_fbanks(
         spec.window // 2 + 1,
         f_min=0.0,

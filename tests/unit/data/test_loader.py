@@ -113,7 +113,8 @@ def test_data_parallel_slices_make_up_the_whole(dataset, language, vision):
 def test_each_rank_reads_only_its_members(dataset):
     language, vision = dataset(), dataset()
     for step in steps(language, [Reader("language", 0, 2)], workers=2):
-        assert set(step.microbatches[0]) == {"input_ids", "labels", "loss_mask", "position_ids", "sample_numbers"}
+        of_text = {"input_ids", "labels", "loss_mask", "position_ids", "lengths", "sample_numbers"}
+        assert set(step.microbatches[0]) == of_text
     for step in steps(vision, [Reader("images", 1, 2)], workers=2):
         assert set(step.microbatches[0]) == {"modality_inputs", "sample_numbers"}
     assert set(language.reader.bytes_read) == {"json"}

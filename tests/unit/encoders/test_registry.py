@@ -142,5 +142,5 @@ def test_a_spec_of_layers_is_built_by_its_staged_encoder(module):
 
 
 def test_a_replaced_family_is_named_with_what_replaces_it():
-    with pytest.raises(EncoderError, match="set pretrained of the module to the directory"):
+    with pytest.raises(EncoderError, match="Set pretrained of the module to the directory"):
         family_of("transformers")
