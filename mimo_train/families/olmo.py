@@ -27,7 +27,7 @@ OLMO3 = replace(
     OLMO2,
     type="olmo3",
     architecture="Olmo3ForCausalLM",
-    spellings=(Windows(_three_of_four, by_layer=True), TwoRopes(5e5, local_theta=5e5), ATTENTION_BIAS),
+    spellings=(Windows(_three_of_four, by_layer=True), TwoRopes(5e5, local_theta=5e5, local_key=""), ATTENTION_BIAS),
 )
 OLMOE = Family(
     "olmoe",

@@ -87,11 +87,13 @@ class TwoRopes(Rope):
 
     local_theta: float = 10000.0
     """Default base period of layers with a window."""
+    local_key: str = "rope_local_base_freq"
+    """Key of version 4 for it; empty: the class has none, and ignores others'."""
 
     def read(self, config: Config, keys: Keys) -> Keys:
         of_layers, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
         local = of_layers.get(SLIDING) or {}
-        base = _one_value(local, "rope_theta", config, "rope_local_base_freq", self.local_theta)
+        base = _one_value(local, "rope_theta", config, self.local_key, self.local_theta)
         if keys["window"] and _kind(local) != "default":
             raise rejected("rope_parameters", local, "layers with a window have rotary positions without scaling")
         everywhere = {**config, "rope_parameters": {**(of_layers.get(FULL) or {}), **old}, "rope_scaling": None}
@@ -102,7 +104,7 @@ class TwoRopes(Rope):
         base = spec.local_rope_base or (self.local_theta if keys["rope_scaling"] else spec.rope_base)
         local = {"rope_type": "default", "rope_theta": base}
         both = {FULL: keys["rope_parameters"], SLIDING: local}
-        return keys | {"rope_local_base_freq": base, "rope_parameters": both}
+        return keys | {"rope_parameters": both} | ({self.local_key: base} if self.local_key else {})
 
 
 def _written_scaling(scaling: RopeScaling) -> Keys:

@@ -192,6 +192,8 @@ def test_tensor_and_context_parallel_ranks_share_the_key_heads_of_a_delta_net():
 def test_a_key_of_its_class_alone_counts():
     gemma = {"model_type": "gemma2", "num_hidden_layers": 4, "sliding_window_pattern": 4}
     assert language_keys(gemma)["full_attention_layers"] == [1, 3]
+    olmo = language_spec({"model_type": "olmo3", "rope_local_base_freq": 44.0})
+    assert olmo.local_rope_base == 5e5 and "rope_local_base_freq" not in language_config_json(olmo, "olmo3")
 
 
 @pytest.mark.parametrize(
