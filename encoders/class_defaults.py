@@ -37,7 +37,7 @@ def _classes(file: Path) -> dict[str, dict[str, Any]]:
             for entry in node.body:
                 if isinstance(entry, ast.Assign | ast.AnnAssign) and entry.value is not None:
                     target = entry.target if isinstance(entry, ast.AnnAssign) else entry.targets[0]
-                    with suppress(Exception):  # only plain values have no names
+                    with suppress(Exception):  # plain values and their products have no names
                         value = eval(compile(ast.Expression(entry.value), str(file), "eval"), {"__builtins__": {}})
                         values[ast.unparse(target)] = value
             classes[values.get("model_type", node.name)] = values
