@@ -73,7 +73,7 @@ def opened(folder: str) -> None:
     from data.index.catalogue import open_catalogue
     from data.index.find_shards import find_shards
     from data.index.index_file import catalogue_path, load_file
-    from data.pipeline import ShardDataset
+    from data.samples.shard_dataset import ShardDataset
     from data.text.tokens import build_tokenizer
 
     paths = find_shards(folder)

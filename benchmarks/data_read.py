@@ -32,7 +32,11 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
 from benchmarks.plan_step import compare
-from data.pipeline import Batching, Media, Reader, Resize, ShardDataset, StepLoader
+from data.loader import StepLoader
+from data.media.options import Resize
+from data.order.step import Batching, Reader
+from data.samples.media_spec import Media
+from data.samples.shard_dataset import ShardDataset
 from data.samples.text_lengths import TextLengths
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar

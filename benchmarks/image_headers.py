@@ -28,9 +28,11 @@ from PIL.PngImagePlugin import PngInfo
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.index import indexing
-from data.media.headers import ImageHeader, ReadAt, parse_header
+from data.media import headers
+from data.media.headers import ImageHeader, parse_header
+from data.storage.files import ReadRange
 
-Parser = Callable[[ReadAt, int], ImageHeader | None]
+Parser = Callable[[ReadRange, int], ImageHeader | None]
 
 SIZES = ((480, 640), (427, 640), (640, 480), (768, 1024))  # height, width in pixels
 DISTINCT = 24
@@ -120,15 +122,15 @@ def counted(path: Path, images: int) -> tuple[list, float, float]:
     """(sizes of the images, bytes and reads for each)."""
     lengths = []
 
-    def parse(read: ReadAt, size: int) -> ImageHeader | None:
-        def counting(offset: int, length: int) -> bytes:
-            raw = read(offset, length)
+    def parse(read: ReadRange, size: int) -> ImageHeader | None:
+        def counting(length: int, offset: int) -> bytes:
+            raw = read(length, offset)
             lengths.append(len(raw))
             return raw
 
         return parse_header(counting, size)
 
-    indexing.parse_header = parse
+    headers.parse_header = parse
     found = indexing.build_index(path)
     sizes = [(member.height, member.width) for row in range(len(found)) for member in found.members(row)[:1]]
     return sizes, sum(lengths) / images, len(lengths) / images
@@ -139,7 +141,7 @@ def timed(path: Path, images: int, blocks: int) -> dict[str, list[float]]:
     seconds = {name: [] for name in PARSERS}
     for block in range(blocks):
         for name in random.Random(block).sample(list(PARSERS), len(PARSERS)):
-            indexing.parse_header = PARSERS[name]
+            headers.parse_header = PARSERS[name]
             before = time.process_time()
             indexing.build_index(path)
             seconds[name].append((time.process_time() - before) / images)

@@ -51,8 +51,11 @@ def make(folder: Path, samples: int) -> None:
 
 def read(folder: Path, way: str, block: int) -> None:
     """Read half an epoch, and print what it took."""
-    from data.pipeline import Batching, Media, Reader, ShardDataset, StepLoader
+    from data.loader import StepLoader
+    from data.order.step import Batching, Reader
     from data.rows import row_reader
+    from data.samples.media_spec import Media
+    from data.samples.shard_dataset import ShardDataset
     from data.text.tokens import build_tokenizer
 
     row_reader.CACHE_BYTES = CACHE

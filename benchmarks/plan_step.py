@@ -18,7 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.pipeline import Batching, Padding, ShardDataset
+from data.order.step import Batching
+from data.order.step_plan import Padding
+from data.samples.shard_dataset import ShardDataset
 from data.samples.text_lengths import TextLengths
 from mimo_train.config.compose import load
 from mimo_train.inputs.datasets import media_of, tokenizer_of

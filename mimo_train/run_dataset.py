@@ -20,8 +20,8 @@ from mimo_train.logging.report.page import DecodedSample, token_runs
 if TYPE_CHECKING:
     import torch
 
-    from data.pipeline import Samples
     from data.samples.media_spec import MediaInput
+    from data.samples.protocol import Samples
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from data.index import index_file
 from data.index.find_shards import refuse_compressed
 from data.index.index_file import UNIT, FolderFile, IndexFile, Located, Part
 from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex, pack_keys
-from data.media.headers import parse_audio_header, parse_header, parse_video_header
+from data.media.headers import parse_extent, parse_video_header, reader_of
 from data.records.members import arrange, kind_of
 from data.rows.row_reader import is_table, table_rows
 from data.storage.files import READS, RETRIES, ReadRange, ShardVersion, open_file, pread_all, require_file, retrying
@@ -222,13 +222,8 @@ def _rows(shard: Place, read: ReadRange, size: int) -> Iterator[tuple[str, _Memb
         READS.count += 1
         measured = []
         for extension, offset, raw in members:
-            read_raw = partial(_slice, raw)
-            measured.append((extension, offset, len(raw), *_measure(read_raw, extension, 0, len(raw))))
+            measured.append((extension, offset, len(raw), *_measure(reader_of(raw), extension, 0, len(raw))))
         yield key, measured
-
-
-def _slice(raw: bytes, length: int, offset: int) -> bytes:
-    return raw[offset : offset + length]
 
 
 def _split_names(walk: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, str, int, int]]:
@@ -244,19 +239,14 @@ def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[i
     """Return the extent for `MEMBER`; zeros if there is none or it is unreadable."""
     kind = kind_of(extension)
 
-    def read_at(at: int, length: int) -> bytes:
+    def read_member(length: int, at: int) -> bytes:
         return read(max(min(length, size - at), 0), offset + at)
 
-    if kind == "image":
-        header = parse_header(read_at, size)
-        return (header.height, header.width) if header else (0, 0)
     if kind == "video":
-        video = parse_video_header(read_at, size)
+        video = parse_video_header(read_member, size)
         return (video.height << 32 | video.width, video.milliseconds) if video else (0, 0)
-    if kind == "audio":
-        frames, rate = parse_audio_header(read(size, offset)) or (0, 0)
-        return (frames, rate) if frames < 1 << 63 and rate < 1 << 31 else (0, 0)
-    return 0, 0
+    first, second = (parse_extent(kind, read_member, size) if kind != "other" else None) or (0, 0)
+    return (first, second) if first < 1 << 63 and second < 1 << 31 else (0, 0)
 
 
 def _part_of(shard: Place, retries: int) -> Part | DataError:

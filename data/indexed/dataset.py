@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from data.errors import DataError
-from data.indexed.file import IndexedFile
+from data.indexed.file import WHOLE, IndexedFile, Part
 from data.indexed.find import find_indexed
-from data.indexed.split import WHOLE, Part
 from data.order.sources import Source, fingerprint_of, order_of
 from data.order.step import StepSamples, TextSample
 from data.samples.bad_samples import BadSample, BadSamples

@@ -19,6 +19,9 @@ from data.errors import ShardError
 from data.storage.files import RETRIES, ShardVersion, open_file, retrying
 from data.storage.reader import ShardReader
 
+Part = tuple[float, float]
+"""First and last share of a file's documents."""
+WHOLE: Part = (0.0, 1.0)
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

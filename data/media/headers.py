@@ -10,7 +10,6 @@ import re
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import (
@@ -28,9 +27,7 @@ from PIL import (
 from data.errors import MissingLibrary
 from data.media.audio_files import import_av, open_no_other_file, parse_audio_header
 from data.media.options import BOUNDS
-
-ReadAt = Callable[[int, int], bytes]
-"""(offset, number of bytes) -> these bytes of a file, fewer at its end."""
+from data.storage.files import RangeFile, ReadRange
 
 warnings.filterwarnings("ignore", module="PIL")  # damaged metadata only affects the orientation
 
@@ -71,7 +68,7 @@ class VideoHeader(NamedTuple):
     """Quarter turns clockwise that make it upright."""
 
 
-def parse_extent(kind: str, read: ReadAt, size: int) -> tuple[int, int] | None:
+def parse_extent(kind: str, read: ReadRange, size: int) -> tuple[int, int] | None:
     """Return the extent of a file of `size` bytes; None without a readable header.
 
     It is (height, width) of an image or video, (samples per channel, samples per second) of audio.
@@ -80,25 +77,25 @@ def parse_extent(kind: str, read: ReadAt, size: int) -> tuple[int, int] | None:
         MissingLibrary: the extra that reads this type of file is not installed.
     """
     if kind == "audio":
-        return parse_audio_header(read(0, size))
+        return parse_audio_header(read(size, 0))
     header = parse_video_header(read, size) if kind == "video" else parse_header(read, size)
     return None if header is None else (header.height, header.width)
 
 
 def parse_extent_bytes(kind: str, raw: bytes) -> tuple[int, int] | None:
     """Return `parse_extent` of a file in memory."""
-    return parse_extent(kind, _reader_of(raw), len(raw))
+    return parse_extent(kind, reader_of(raw), len(raw))
 
 
-def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
+def parse_header(read: ReadRange, size: int) -> ImageHeader | None:
     """Return the header of an image of `size` bytes; None if it is unreadable or damaged.
 
     Raises MissingLibrary if it is HEIC, and pillow-heif is not installed.
     """
-    file = io.BufferedReader(_MemberFile(read, size), 4096)
+    file = io.BufferedReader(RangeFile(read, size), 4096)
     head = file.peek(256)[:256]
     if head[4:8] == b"ftyp" and is_heic(head):
-        return _parse_heic(read(0, size), read, size)
+        return _parse_heic(read(size, 0), read, size)
     try:
         return _parse_with_pillow(file, head, read, size)
     except Exception:  # Pillow raises many types for damaged bytes
@@ -107,15 +104,15 @@ def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
 
 def parse_header_bytes(raw: bytes) -> ImageHeader | None:
     """Return `parse_header` of a file in memory."""
-    return parse_header(_reader_of(raw), len(raw))
+    return parse_header(reader_of(raw), len(raw))
 
 
-def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
+def parse_video_header(read: ReadRange, size: int) -> VideoHeader | None:
     """Return the header of an MP4, MOV, WebM or Matroska video; None if it is unreadable, truncated or without length.
 
     Raises MissingLibrary if PyAV is not installed.
     """
-    magic = read(0, 8)
+    magic = read(8, 0)
     container = "matroska" if magic.startswith(_EBML) else "mov" if magic[4:] in _MOVIE_BOXES else ""
     if not container or not (_segment_is_complete if container == "matroska" else _boxes_are_complete)(read, size):
         return None
@@ -124,7 +121,7 @@ def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
         # Set the container: by itself, libavformat may take a file for a list of other files to open. Skip frames: it
         # would decode the first ones of some codecs, which takes three times as long.
         options = {"max_pixels": str(BOUNDS.pixels), "skip_frame": "all"}
-        with av.open(_MemberFile(read, size), format=container, options=options, io_open=open_no_other_file) as file:
+        with av.open(RangeFile(read, size), format=container, options=options, io_open=open_no_other_file) as file:
             stream = file.streams.video[0]
             # MP4: the stream's length. Matroska: that of the longest stream.
             length = stream.duration * stream.time_base * 1000 if stream.duration else (file.duration or 0) / 1000
@@ -143,7 +140,7 @@ def parse_video_header(read: ReadAt, size: int) -> VideoHeader | None:
 
 def parse_video_header_bytes(raw: bytes) -> VideoHeader | None:
     """Return `parse_video_header` of a file in memory."""
-    return parse_video_header(_reader_of(raw), len(raw))
+    return parse_video_header(reader_of(raw), len(raw))
 
 
 def import_heif() -> Any:
@@ -164,6 +161,37 @@ def is_heic(head: bytes) -> bool:
     return head[4:8] == b"ftyp" and bool(brands & _HEIC) and not brands & _AVIF
 
 
+_EXTENSIONS = {
+    b"\xff\xd8": "jpg",
+    b"\x89PNG\r\n\x1a\n": "png",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"II*\0": "tif",
+    b"MM\0*": "tif",
+    b"\0\0\0\x0cjP  ": "jp2",
+    b"\x1aE\xdf\xa3": "webm",
+    b"fLaC": "flac",
+    b"OggS": "ogg",
+    b"ID3": "mp3",
+    b"\xff\xfb": "mp3",
+    b"\xff\xf3": "mp3",
+    b"\xff\xf2": "mp3",
+    b"FORM": "aiff",
+    b".snd": "au",
+    b"caff": "caf",
+}
+"""First bytes of a file -> extension."""
+
+
+def extension_of(content: bytes) -> str:
+    """Return the extension of a file by its first bytes; "" if unknown."""
+    if content[:4] == b"RIFF":
+        return {b"WEBP": "webp", b"WAVE": "wav"}.get(content[8:12], "")
+    if content[4:8] == b"ftyp":
+        return "avif" if content[8:12] in (b"avif", b"avis") else "heic" if is_heic(content[:256]) else "mp4"
+    return next((extension for magic, extension in _EXTENSIONS.items() if content.startswith(magic)), "")
+
+
 _FORMATS: tuple[tuple[str, tuple[bytes, ...], Any], ...] = (
     ("JPEG", (b"\xff\xd8",), JpegImagePlugin.JpegImageFile),
     ("PNG", (b"\x89PNG\r\n\x1a\n",), PngImagePlugin.PngImageFile),
@@ -177,13 +205,13 @@ _AVIF_FILE: Any = AvifImagePlugin.AvifImageFile
 _UPRIGHT = struct.pack("9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
 
 
-def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadAt, size: int) -> ImageHeader | None:
+def _parse_with_pillow(file: BinaryIO, head: bytes, read: ReadRange, size: int) -> ImageHeader | None:
     # Image.open would raise for large images; data.bounds sets the limit instead.
     name, opened = next(
         ((name, opened) for name, magic, opened in _FORMATS if head.startswith(magic)), ("AVIF", _AVIF_FILE)
     )
     if name in ("WEBP", "AVIF"):  # Pillow reads all of these
-        file = io.BytesIO(read(0, size))
+        file = io.BytesIO(read(size, 0))
     with opened(file) as image:
         width, height = image.size
         orientation = _orientation(image)
@@ -209,10 +237,10 @@ def _orientation(image: Any) -> int:
     return value if value in range(1, 9) else 1
 
 
-def _png_orientation(read: ReadAt, size: int) -> int:
+def _png_orientation(read: ReadRange, size: int) -> int:
     """Return the orientation in metadata after the pixels of a PNG file, where editing programs put it."""
     start = max(size - _PNG_TAIL, _PNG_HEAD)
-    tail = read(start, max(size - start, 0))
+    tail = read(max(size - start, 0), start)
     chunks = []
     for at in (match.start() for match in _PNG_METADATA.finditer(tail)):
         end = at + 8 + int.from_bytes(tail[at - 4 : at], "big")
@@ -220,12 +248,12 @@ def _png_orientation(read: ReadAt, size: int) -> int:
             chunks.append(tail[at - 4 : end])
     if not chunks:
         return 1
-    head = read(0, _PNG_HEAD)
+    head = read(_PNG_HEAD, 0)
     with PngImagePlugin.PngImageFile(io.BytesIO(head + b"".join(chunks) + bytes(4) + b"IDAT" + bytes(4))) as image:
         return _orientation(image)
 
 
-def _parse_heic(raw: bytes, read: ReadAt, size: int) -> ImageHeader | None:
+def _parse_heic(raw: bytes, read: ReadRange, size: int) -> ImageHeader | None:
     heif = import_heif()
     if not _boxes_are_complete(read, size):
         return None
@@ -236,11 +264,11 @@ def _parse_heic(raw: bytes, read: ReadAt, size: int) -> ImageHeader | None:
     return ImageHeader("HEIC", height, width, 1) if height > 0 and width > 0 else None
 
 
-def _boxes_are_complete(read: ReadAt, size: int) -> bool:
+def _boxes_are_complete(read: ReadRange, size: int) -> bool:
     """True if the boxes of an ISO media file (ISO/IEC 14496-12) end at the end of the file."""
     at = 0
     for _ in range(_MOST_BOXES):
-        head = read(at, 16)
+        head = read(16, at)
         if len(head) < 8:
             break
         length, shortest = int.from_bytes(head[:4], "big"), 8
@@ -252,11 +280,11 @@ def _boxes_are_complete(read: ReadAt, size: int) -> bool:
     return False
 
 
-def _segment_is_complete(read: ReadAt, size: int) -> bool:
+def _segment_is_complete(read: ReadRange, size: int) -> bool:
     """True if a Matroska file (RFC 9559) has a segment of known size and is not shorter."""
     at = end = 4  # after the name of the first element
     for _ in range(2):
-        head = read(end, 8)
+        head = read(8, end)
         width = 9 - head[0].bit_length() if head else 9
         length = int.from_bytes(head[:width], "big") & ((1 << 7 * width) - 1)
         if width > 8 or length == (1 << 7 * width) - 1:
@@ -266,31 +294,6 @@ def _segment_is_complete(read: ReadAt, size: int) -> bool:
     return at <= size
 
 
-def _reader_of(raw: bytes) -> ReadAt:
-    return lambda offset, length: raw[offset : offset + length]
-
-
-class _MemberFile(io.RawIOBase):
-    """A shard's member as a file."""
-
-    def __init__(self, read: ReadAt, size: int) -> None:
-        self._read, self._size, self._at = read, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(offset + (0, self._at, self._size)[whence], 0)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        raw = self._read(self._at, max(min(len(buffer), self._size - self._at), 0))
-        buffer[: len(raw)] = raw
-        self._at += len(raw)
-        return len(raw)
+def reader_of(raw: bytes) -> ReadRange:
+    """Return a function that reads ranges of a file in memory."""
+    return lambda length, offset: raw[offset : offset + length]

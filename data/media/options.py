@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from data.errors import DataError
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -77,10 +75,10 @@ _NAMED: dict[str, Colour | None] = {"white": WHITE, "black": (0, 0, 0), "grey": 
 
 
 def colour_of(text: str) -> Colour | None:
-    """Return the colour of `data.background`; None ignores transparency. Raises DataError."""
+    """Return the colour of `data.background`; None ignores transparency. Raises ValueError."""
     if text in _NAMED:
         return _NAMED[text]
     if not re.fullmatch(r"#[0-9a-fA-F]{6}", text):
-        raise DataError(f"must be {', '.join(_NAMED)} or #RRGGBB, is {text!r}")
+        raise ValueError(f"must be {', '.join(_NAMED)} or #RRGGBB, is {text!r}")
     red, green, blue = bytes.fromhex(text[1:])
     return red, green, blue

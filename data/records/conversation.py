@@ -17,6 +17,16 @@ from data.text_format import Key, shown
 MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 KINDS = tuple(MARKERS.values())
 """Kinds of media, in their order before a text without markers."""
+PART_KINDS = {
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "input_audio": "audio",
+    "audio_url": "audio",
+}
+"""Type of a content part -> kind of its media."""
 _MARKER = "|".join(map(re.escape, MARKERS))
 _SPLIT = re.compile(rf"(?:\r?\n)?({_MARKER})(?:\r?\n)?")
 _NUMBERED = re.compile(r".*\d.*[.][^.]*")  # a number before the last dot

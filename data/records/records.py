@@ -18,6 +18,7 @@ from data.records.conversation import (
     KINDS,
     MARKERS,
     NO_FIELDS,
+    PART_KINDS,
     Conversation,
     Part,
     Turn,
@@ -45,16 +46,6 @@ _TURN_FIELDS = {"conversations": ("from", "value"), "messages": ("role", "conten
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"} | {
     role: role for role in ("user", "assistant", "system", "tool", "function", "developer")
 }
-PART_KINDS = {
-    "image": "image",
-    "image_url": "image",
-    "video": "video",
-    "video_url": "video",
-    "audio": "audio",
-    "input_audio": "audio",
-    "audio_url": "audio",
-}
-"""Type of a content part -> kind of its media."""
 _LONGEST = 80  # characters of a value in a message
 
 

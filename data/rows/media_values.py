@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
 import os
 import re
 import stat
@@ -17,10 +18,10 @@ from urllib.parse import unquote
 import numpy as np
 
 from data.errors import RecordError
-from data.media.headers import is_heic, parse_extent, parse_extent_bytes
+from data.media.headers import extension_of, parse_extent, parse_extent_bytes
 from data.media.options import BOUNDS
+from data.records.conversation import PART_KINDS
 from data.records.members import READABLE
-from data.records.records import PART_KINDS
 from data.storage.files import pread_all
 from data.text_format import shown
 
@@ -35,25 +36,6 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 _FILE = re.compile(r"[^\t\r\n<>|]{1,255}\.([A-Za-z0-9]{2,5})")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=\r\n]+")
 _HEAD = 64  # characters of base64 that show the type of a file
-_MAGIC = {
-    b"\xff\xd8": "jpg",
-    b"\x89PNG\r\n\x1a\n": "png",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-    b"II*\0": "tif",
-    b"MM\0*": "tif",
-    b"\0\0\0\x0cjP  ": "jp2",
-    b"\x1aE\xdf\xa3": "webm",
-    b"fLaC": "flac",
-    b"OggS": "ogg",
-    b"ID3": "mp3",
-    b"\xff\xfb": "mp3",
-    b"\xff\xf3": "mp3",
-    b"\xff\xf2": "mp3",
-    b"FORM": "aiff",
-    b".snd": "au",
-    b"caff": "caf",
-}
 
 
 class FileRange(NamedTuple):
@@ -98,7 +80,7 @@ class MediaItem(NamedTuple):
         start, size = content.offset or 0, content.size
         with open(content.path, "rb", buffering=0) as file:
             return parse_extent(
-                self.kind, lambda at, length: pread_all(file.fileno(), max(min(length, size - at), 0), start + at), size
+                self.kind, lambda length, at: pread_all(file.fileno(), max(min(length, size - at), 0), start + at), size
             )
 
     def require_extent(self, where: str) -> None:
@@ -185,6 +167,17 @@ def take_typed_parts(
     return (record | {turns: messages} if items else record), items
 
 
+def with_typed_media(
+    record: dict[str, Any], items: Sequence[MediaItem], turns: str, folder: str, where: str
+) -> tuple[dict[str, Any], Sequence[MediaItem]]:
+    """Return the record and its media, those in typed parts of the messages `turns` included. Raises RecordError if
+    columns have other media."""
+    record, typed = take_typed_parts(record, turns, folder, where)
+    if items and typed and [item[:4] for item in items] != [item[:4] for item in typed]:
+        raise RecordError(f"{where}: media in the typed parts of messages and others in columns. Remove one of them")
+    return record, typed or items
+
+
 def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where: str, folder: str | None) -> None:
     """Raise RecordError if a record without recognized media seems to hold some, or a URL of some.
 
@@ -211,15 +204,6 @@ def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where:
                 f"{where}: {column!r} seems to hold an {kind} that is not read ({shown(value[:80])}). Give --columns "
                 f"{kind}={column}"
             )
-
-
-def extension_of(content: bytes) -> str:
-    """Return the extension of a file by its first bytes; "" if unknown."""
-    if content[:4] == b"RIFF":
-        return {b"WEBP": "webp", b"WAVE": "wav"}.get(content[8:12], "")
-    if content[4:8] == b"ftyp":
-        return "avif" if content[8:12] in (b"avif", b"avis") else "heic" if is_heic(content[:256]) else "mp4"
-    return next((extension for magic, extension in _MAGIC.items() if content.startswith(magic)), "")
 
 
 def _item(kind: str, column: str, value: Any, folder: str, where: str) -> MediaItem:
@@ -372,3 +356,19 @@ def _media_columns(
             filled = [FILE_NAME]
         columns |= dict.fromkeys(filled, kind)
     return columns, text_only
+
+
+def encode_record(record: Any, where: str) -> bytes:
+    """Return a record as JSON. Raises RecordError."""
+    try:
+        return json.dumps(record, ensure_ascii=False, default=_text_of).encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"{where}: half of a surrogate pair in its text, which is no character") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, bytes):
+        raise TypeError("bytes inside of a column, which a record has no place for")
+    return str(value)

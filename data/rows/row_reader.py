@@ -22,11 +22,12 @@ from data.rows.media_values import (
     FileRange,
     MediaItem,
     columns_by_name,
+    encode_record,
     media_of_row,
     require_no_media,
     take_typed_parts,
+    with_typed_media,
 )
-from data.rows.samples import encode_record, with_typed_media
 from data.rows.tables import Layout, labelled, require_known_media
 from data.storage.files import READS, RangeFile, ReadRange, ShardVersion
 from data.storage.reader import ShardReader

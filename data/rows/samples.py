@@ -15,7 +15,13 @@ from data.records.markers import special_marker, with_our_markers
 from data.records.members import ABSENT, LEARNED, MEDIA, READABLE, TEXTS, Fields
 from data.records.record_checks import LOSS_FIELDS, failed_download
 from data.records.records import parse_record
-from data.rows.media_values import FileRange, MediaItem, require_no_media, take_typed_parts
+from data.rows.media_values import (
+    FileRange,
+    MediaItem,
+    encode_record,
+    require_no_media,
+    with_typed_media,
+)
 from data.text_format import Key, shown
 
 _FORMS = ("conversations", "messages", "caption", "text")
@@ -111,17 +117,6 @@ def make_sample(
     return Sample(members, [item.kind for item in items], notes)
 
 
-def with_typed_media(
-    record: dict[str, Any], items: Sequence[MediaItem], turns: str, folder: str, where: str
-) -> tuple[dict[str, Any], Sequence[MediaItem]]:
-    """Return the record and its media, those in typed parts of the messages `turns` included. Raises RecordError if
-    columns have other media."""
-    record, typed = take_typed_parts(record, turns, folder, where)
-    if items and typed and [item[:4] for item in items] != [item[:4] for item in typed]:
-        raise RecordError(f"{where}: media in the typed parts of messages and others in columns. Remove one of them")
-    return record, typed or items
-
-
 def parse_row(
     record: dict[str, Any],
     text_only: bool,
@@ -181,22 +176,6 @@ def require_learnable(parse: Callable[[], Conversation], where: str) -> None:
         raise type(error)(str(error).replace(f"key {where!r}", where)) from error
     if conversation.is_blank:
         raise NothingToLearn(f"{where}: its caption or answers are blank, or excluded from the loss")
-
-
-def _text_of(value: Any) -> str:
-    if isinstance(value, bytes):
-        raise TypeError("bytes inside of a column, which a record has no place for")
-    return str(value)
-
-
-def encode_record(record: Any, where: str) -> bytes:
-    """Return a record as JSON. Raises RecordError."""
-    try:
-        return json.dumps(record, ensure_ascii=False, default=_text_of).encode()
-    except UnicodeEncodeError as error:
-        raise RecordError(f"{where}: half of a surrogate pair in its text, which is no character") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"{where}: {error}") from error
 
 
 def _with_texts(

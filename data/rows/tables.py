@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
+from data.media.headers import extension_of
 from data.records.members import READABLE
-from data.rows.media_values import extension_of
 
 _ROWS = 32  # per batch: each may hold images of megabytes
 

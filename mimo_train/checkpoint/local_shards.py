@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from data.pipeline import Samples
+from data.samples.protocol import Samples
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.indexed.split import split_parts
 from data.media.options import BOUNDS, colour_of
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
@@ -183,7 +182,7 @@ class DataConfig(Section):
         if are_sound("background"):
             try:
                 colour_of(self.background)
-            except DataError as error:
+            except ValueError as error:
                 yield Fault("data.background", str(error))
         if are_sound("fields"):
             yield from fields_faults(self.fields, "data.fields")
@@ -228,3 +227,23 @@ class DataConfig(Section):
                 f"there is no tokenizer in {self.tokenizer}, no tokenizer.json and no vocabulary: give the folder in "
                 "which AutoTokenizer.save_pretrained wrote one, or bytes",
             )
+
+
+def split_parts(text: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return (first and last share of documents for training, those held out) of a `data.split` such as `969,30,1`.
+
+    The test part is not read. Raises DataError if the text is not a split.
+    """
+    try:
+        shares = [float(number) for number in text.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not shares[0]:
+        raise DataError(
+            f"{text!r} is none: give shares of documents for training, validation and test, such as 969,30,1"
+        )
+    total = sum(shares)
+    # Summed as in Megatron-LM, for exactly the same documents.
+    trained = shares[0] / total
+    held_out = trained + (shares[1] / total if len(shares) > 1 else 0.0)
+    return (0.0, trained), (trained, held_out)

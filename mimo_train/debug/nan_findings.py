@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.pipeline import MEDIA
+from data.samples.protocol import MEDIA
 from data.text_format import listed, plural
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.parameters import global_names, modules_of

@@ -12,8 +12,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from data.pipeline import GivesUp, TokenDataset, never, require_budget
+from data.indexed.dataset import TokenDataset
+from data.samples.bad_samples import require_budget
 from data.text.tokens import Tokenizer
+from data.workers import GivesUp, never
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer

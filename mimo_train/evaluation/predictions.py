@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from data.pipeline import Samples
 from data.samples.media_spec import MediaInput
+from data.samples.protocol import Samples
 from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.index.index_file import cache_folder
-from data.indexed.split import WHOLE, Part, split_parts
+from data.indexed.file import WHOLE, Part
 from data.media.options import Bounds, colour_of
 from data.records.members import NO_FIELDS, Fields, read_fields
 from data.samples.media_spec import Sampling
@@ -19,12 +19,16 @@ from encoders.base import num_tokens, token_grid
 from encoders.transformers_media.spec import MediaSpec
 from encoders.transformers_media.tower_spec import AutoTowerSpec
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_data import VideoConfig
+from mimo_train.config.schema_data import VideoConfig, split_parts
 from mimo_train.config.schema_mix import source_names
 from mimo_train.config.schema_modules import ModuleConfig
 
 if TYPE_CHECKING:
-    from data.pipeline import Media, Samples, ShardDataset, Source, TokenDataset
+    from data.indexed.dataset import TokenDataset
+    from data.order.sources import Source
+    from data.samples.media_spec import Media
+    from data.samples.protocol import Samples
+    from data.samples.shard_dataset import ShardDataset
     from data.storage.file_cache import FileCache
     from data.text.tokens import Tokenizer
     from mimo_train.config.pretrained.directory import Directory
@@ -42,7 +46,8 @@ def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
 
 def media_of(cfg: ConfigContainer) -> list[Media]:
     """Return what every encoder module needs of a sample, in the order of the config."""
-    from data.pipeline import Media, Resize
+    from data.media.options import Resize
+    from data.samples.media_spec import Media
 
     placeholders = placeholders_of(cfg)
     return [
@@ -217,7 +222,7 @@ def shard_dataset(
     cfg: ConfigContainer, tokenizer: Any, sources: Sequence[Source], held_out: HeldOutSet | None = None
 ) -> ShardDataset:
     """Build a dataset of tar shards; see `build_dataset`."""
-    from data.pipeline import ShardDataset
+    from data.samples.shard_dataset import ShardDataset
     from mimo_train.config.pretrained.directory import read_directory
 
     data = cfg.data
@@ -331,7 +336,7 @@ def token_dataset(
     Raises:
         DataError: a file cannot be used, or a key does not apply to such files.
     """
-    from data.pipeline import TokenDataset
+    from data.indexed.dataset import TokenDataset
 
     data, key = cfg.data, sources[0].key
     if cfg.encoders:

@@ -10,7 +10,7 @@ from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from data.pipeline import MEDIA, MicrobatchMedia, SampleMedia
+from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia
 from encoders.initial_weights import drawn
 from encoders.native.vit.tiles import Tiling
 from encoders.projectors.merge import lines_of_tiles

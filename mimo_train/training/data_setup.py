@@ -12,7 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data.errors import DataError
-from data.pipeline import Samples, ShardDataset
+from data.samples.protocol import Samples
+from data.samples.shard_dataset import ShardDataset
 from data.samples.text_lengths import Counted, TextLengths
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, UserError

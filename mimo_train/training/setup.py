@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
-from data.pipeline import ShardDataset, never
+from data.samples.shard_dataset import ShardDataset
 from data.storage.url import Place, Url
+from data.workers import never
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.checkpoint.frozen_base import loads_every_weight
 from mimo_train.checkpoint.local_shards import Fingerprints

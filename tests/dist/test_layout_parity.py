@@ -99,7 +99,8 @@ def test_the_default_rows_have_what_any_row_has():
 def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
     """Uneven counts between replicas in both directions, and microbatches of text alone on one or on all ranks of an
     encoder; counted from the plan of the samples that these rows train on."""
-    from data.pipeline import Batching, StepLoader
+    from data.loader import StepLoader
+    from data.order.step import Batching
     from data.samples.text_lengths import TextLengths
     from mimo_train.inputs.datasets import build_dataset, tokenizer_of
     from mimo_train.inputs.padding import padding_of

@@ -213,7 +213,6 @@ LIGHT = (
     "data/rows/*.py",
     "data/order/*.py",
     "data/storage/*.py",
-    "data/indexed/split.py",
     "data/samples/media_spec.py",
     "encoders/**/spec.py",
     "encoders/**/weights.py",

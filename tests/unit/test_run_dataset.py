@@ -9,7 +9,8 @@ import soundfile
 import torch
 
 from data.demo.make import MARKER
-from data.pipeline import Batching, Reader, StepLoader
+from data.loader import StepLoader
+from data.order.step import Batching, Reader
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema_mix import MixChange, SourceConfig, ValidationConfig
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of

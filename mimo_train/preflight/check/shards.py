@@ -33,7 +33,9 @@ from mimo_train.inputs.datasets import (
 from mimo_train.preflight.check.report import Report, fault_of, spread
 
 if TYPE_CHECKING:
-    from data.pipeline import Samples, ShardDataset, TextSample
+    from data.order.step import TextSample
+    from data.samples.protocol import Samples
+    from data.samples.shard_dataset import ShardDataset
     from data.text.templates import Template
 
 FIRST_SAMPLES = 100

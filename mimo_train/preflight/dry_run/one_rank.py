@@ -141,7 +141,8 @@ def skip_checkpoints() -> None:
 
 def observe(run: Run, counts: Counts) -> dict[str, Any]:
     """Set up and train under `counts`, on tensors of any kind; returns fields of `RankResult`."""
-    from data.pipeline import ShardDataset, StepLoader
+    from data.loader import StepLoader
+    from data.samples.shard_dataset import ShardDataset
     from encoders.native.whisper import model as whisper
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.training import setup as setting_up

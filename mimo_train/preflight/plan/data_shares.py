@@ -19,7 +19,7 @@ from mimo_train.preflight.plan.predict import DataShares
 
 if TYPE_CHECKING:
     from data.order.step import StepSamples
-    from data.pipeline import Samples
+    from data.samples.protocol import Samples
 
 STEPS = 4
 """Steps of the run to read, spread over its data."""
@@ -53,7 +53,7 @@ def _steps(cfg: ConfigContainer, dataset: "Samples") -> list["StepSamples"]:
     Raises:
         DataError: padding or packing depends on text lengths, and too many of them are unknown.
     """
-    from data.pipeline import ShardDataset
+    from data.samples.shard_dataset import ShardDataset
     from data.samples.text_lengths import TextLengths
 
     if padding_of(cfg) is not None and isinstance(dataset, ShardDataset):
@@ -73,7 +73,7 @@ def shares_of(
     cfg: ConfigContainer, vocab: int, media: Mapping[str, float], steps: Sequence["StepSamples"]
 ) -> DataShares:
     """Return the mean shares of steps, cut into microbatches as on one rank. Arguments as in `data_shares`."""
-    from data.pipeline import Batching
+    from data.order.step import Batching
 
     language = replace(cfg.language, layout=LayoutConfig())
     cfg = replace(cfg, modules={**cfg.modules, LANGUAGE: language})

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.pipeline import BadSample, BadSamples, Samples, require_budget
+from data.samples.bad_samples import BadSample, BadSamples, require_budget
+from data.samples.protocol import Samples
 from data.text_format import plural, shown
 from mimo_train.config.errors import UserError
 from mimo_train.training.step.batches import StepIterator

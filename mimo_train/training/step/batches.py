@@ -9,19 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from data.pipeline import (
-    Batching,
-    GivesUp,
-    Microbatch,
-    Packing,
-    Padding,
-    Reader,
-    Samples,
-    StepBatch,
-    StepLoader,
-    WaitGivenUp,
-    never,
-)
+from data.loader import StepLoader
+from data.order.packing import Packing
+from data.order.step import Batching, Microbatch, Reader, StepBatch
+from data.order.step_plan import Padding
+from data.samples.protocol import Samples
+from data.workers import GivesUp, WaitGivenUp, never
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.file_format import FORWARD

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from data.media.options import READING
-from data.pipeline import MEDIA, Lookup, Samples
+from data.samples.protocol import MEDIA, Lookup, Samples
 from data.storage.file_cache import FileCache
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE

@@ -11,7 +11,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from data.pipeline import Microbatch
+from data.order.step import Microbatch
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.schema_mix import source_names
 from mimo_train.config.user_code import FORWARD_STEP, load_code, unusable_code

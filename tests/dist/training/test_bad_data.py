@@ -101,7 +101,7 @@ def test_every_bad_sample_counts_once_also_of_a_saved_interval_and_of_a_step_tha
 
 def _count_of_the_dataset(cfg) -> int:
     """Trains on one process; bad samples that its dataset has found in the end."""
-    from data.pipeline import StepLoader
+    from data.loader import StepLoader
     from mimo_train.training.pretrain import pretrain
 
     found, close = [], StepLoader.close

@@ -5,7 +5,7 @@ import gzip
 import pytest
 import torch
 
-from data.pipeline import ShardDataset
+from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from data.index.catalogue import open_catalogue
-from data.pipeline import Media
+from data.samples.media_spec import Media
 from data.storage.url import place_of
 
 

@@ -18,9 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
+from data.loader import StepLoader
 from data.order.mixture import whole_weights
 from data.order.packing import Packing
-from data.pipeline import Batching, Padding, Reader, ShardDataset, Source, StepLoader
+from data.order.sources import Source
+from data.order.step import Batching, Reader
+from data.order.step_plan import Padding
+from data.samples.shard_dataset import ShardDataset
 from data.samples.text_lengths import TextLengths
 from data.storage import object_store
 from data.storage.object_store import ObjectStore

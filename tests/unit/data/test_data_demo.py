@@ -11,7 +11,9 @@ from data.demo.make import make_demo
 from data.demo.samples import load_scans
 from data.errors import DataError
 from data.index.find_shards import find_shards
-from data.pipeline import Batching, Reader, ShardDataset, StepLoader
+from data.loader import StepLoader
+from data.order.step import Batching, Reader
+from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from mimo_train.cli import main
 from tests.tars import write_tar

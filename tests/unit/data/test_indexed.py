@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from data.errors import DataError, ShardError
+from data.indexed.dataset import TokenDataset
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed, is_indexed
-from data.indexed.split import split_parts
+from data.loader import StepLoader
 from data.order.packing import Packing
-from data.pipeline import Batching, Reader, Source, StepLoader, TokenDataset
+from data.order.sources import Source
+from data.order.step import Batching, Reader
 from data.text.tokens import build_tokenizer
+from mimo_train.config.schema_data import split_parts
 from tests.indexed import END, texts, write_indexed
 
 BYTES = build_tokenizer("bytes")

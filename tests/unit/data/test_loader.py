@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from data.errors import TooManyBadSamples
-from data.pipeline import Batching, Reader, StepLoader
+from data.loader import StepLoader
+from data.order.step import Batching, Reader
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images, media_of, text_of
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from data.pipeline import Batching, Padding, Reader, Source, StepLoader
+from data.loader import StepLoader
+from data.order.sources import Source
+from data.order.step import Batching, Reader
+from data.order.step_plan import Padding
 from data.samples.text_lengths import TextLengths
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images

@@ -12,10 +12,12 @@ import pytest
 
 import data.workers
 from data.errors import DataError
-from data.pipeline import Batching, Reader, ShardDataset, StepLoader, WaitGivenUp
+from data.loader import StepLoader
+from data.order.step import Batching, Reader
+from data.samples.shard_dataset import ShardDataset
 from data.storage import object_store
 from data.text.tokens import build_tokenizer
-from data.workers import ReadingThreads, Wait, never, still_reading, worker_processes
+from data.workers import ReadingThreads, Wait, WaitGivenUp, never, still_reading, worker_processes
 from tests.hang import HANG_SECONDS
 from tests.http_server import serving
 from tests.unit.data.helpers import images

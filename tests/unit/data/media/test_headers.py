@@ -45,7 +45,7 @@ def damaged(draw) -> bytes:
 def test_a_header_is_found_or_not_and_what_it_promises_is_decoded(raw):
     reads = []
 
-    def read(offset: int, length: int) -> bytes:
+    def read(length: int, offset: int) -> bytes:
         reads.append(offset)
         return raw[offset : offset + length] if offset < len(raw) else b""
 

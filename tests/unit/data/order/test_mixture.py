@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import DataError
+from data.loader import StepLoader
 from data.order.mixture import MOST_IN_TABLE, Mixture, Phases, whole_weights
 from data.order.packing import Packing
 from data.order.sources import MixedOrder, Part, Source, fingerprint_of, held_rows
-from data.pipeline import Batching, Reader, StepLoader
+from data.order.step import Batching, Reader
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, images
 

@@ -12,10 +12,10 @@ from data.index.catalogue import open_catalogue
 from data.media.options import Bounds
 from data.order.order import GlobalOrder
 from data.order.step_plan import Padding, balanced_parts, plan_by_length, plan_in_order, spread_parts
-from data.pipeline import ShardDataset
 from data.records.members import NO_FIELDS, read_fields
 from data.samples.media_spec import Media
 from data.samples.sample_meta import SampleTable
+from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image

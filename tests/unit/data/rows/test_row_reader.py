@@ -11,11 +11,14 @@ from data.build.build import Settings, build_shards
 from data.build.find import find_source
 from data.errors import DataError, ShardError
 from data.index.find_shards import find_shards
+from data.loader import StepLoader
 from data.order.sources import Source
-from data.pipeline import Batching, Media, Reader, ShardDataset, StepLoader
+from data.order.step import Batching, Reader
 from data.records.members import read_fields
 from data.rows import row_reader
 from data.rows.samples import Columns
+from data.samples.media_spec import Media
+from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from mimo_train.cli import main
 from tests.http_server import serving

@@ -14,7 +14,8 @@ from PIL import Image
 
 from data.errors import DataError, ShardError, TooManyBadSamples
 from data.media.options import Resize
-from data.pipeline import Media, ShardDataset
+from data.samples.media_spec import Media
+from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from mimo_train.evaluation.predictions import shown_media
 from tests.tars import write_tar

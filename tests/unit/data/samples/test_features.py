@@ -2,8 +2,8 @@
 
 import torch
 
-from data.pipeline import MEDIA, Batching
-from data.samples.protocol import SampleMedia
+from data.order.step import Batching
+from data.samples.protocol import MEDIA, SampleMedia
 from tests.unit.data.test_loader import equal, pixels, steps
 
 ONE_SAMPLE = Batching(global_batch_size=1, microbatch_samples=1)

@@ -7,8 +7,11 @@ import pytest
 
 from data.errors import DataError, RecordError
 from data.index.index_file import load_file
-from data.pipeline import Batching, Padding, Reader, ShardDataset, StepLoader
+from data.loader import StepLoader
+from data.order.step import Batching, Reader
+from data.order.step_plan import Padding
 from data.records.members import NO_FIELDS
+from data.samples.shard_dataset import ShardDataset
 from data.samples.text_lengths import TextLengths, _count_shard
 from mimo_train.config.compose import load
 from mimo_train.inputs.datasets import OneShard

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from data.errors import DataError
 from data.index.find_shards import find_shards
-from data.pipeline import ShardDataset
+from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from tests.tables import write_table
 

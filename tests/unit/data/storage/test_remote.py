@@ -8,7 +8,8 @@ import pytest
 from data.errors import DataError, ReadError, ShardError
 from data.index.find_shards import find_shards
 from data.index.index_file import catalogue_path
-from data.pipeline import Batching, Reader, StepLoader
+from data.loader import StepLoader
+from data.order.step import Batching, Reader
 from data.records.members import read_fields
 from data.storage import files, object_store
 from data.storage.files import ShardVersion

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from data.errors import RecordError
-from data.pipeline import ShardDataset
 from data.records.conversation import Conversation
+from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar
 from tests.unit.data.text.chat_templates import (

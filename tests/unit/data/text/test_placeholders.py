@@ -8,7 +8,7 @@ import pytest
 
 from data.collate import to_sample
 from data.errors import DataError, RecordError
-from data.pipeline import ShardDataset
+from data.samples.shard_dataset import ShardDataset
 from data.text.placeholders import Placeholder, axis_positions
 from data.text.tokens import build_tokenizer
 from tests.tars import write_tar

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.pipeline import ShardDataset
+from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
