@@ -25,6 +25,7 @@ from encoders.native.vit.patch_spec import PatchSpec  # noqa: E402
 from encoders.native.vit.tower import TowerSpec  # noqa: E402
 from encoders.projectors.spec import ProjectorSpec  # noqa: E402
 from encoders.registry import FAMILIES  # noqa: E402
+from encoders.transformers_media.spec import MediaSpec, ProcessorSpec  # noqa: E402
 from encoders.transformers_media.tower_spec import AutoTowerSpec  # noqa: E402
 from mimo_train.config.compose import NO_GROUPS  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
@@ -49,6 +50,8 @@ PLACES = {
 SHARED: dict[type, str] = {
     PatchSpec: "vision encoders",
     TowerSpec: "published vision encoders",
+    ProcessorSpec: "classes of transformers",
+    MediaSpec: "media sides of transformers",
     AutoTowerSpec: "encoders of transformers",
 }
 """Bases of several encoder families, whose keys the page lists once, with the headings of their tables."""
@@ -208,7 +211,7 @@ def _differences(cls: type, headings: dict[type, str]) -> Iterator[str]:
     }
     # `name` and `family` are the heading itself.
     changed = [
-        f"`{name}` {_default(field)}"
+        f"`{name}` {'its own' if name in ('pixel_mean', 'pixel_std') else _default(field)}"
         for name, field in alike.items()
         if name not in ("name", "family") and _default(field) != _default(inherited[name])
     ]

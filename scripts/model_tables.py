@@ -40,19 +40,19 @@ VERSION_4 = ROOT / "benchmarks" / "export_loads_in_transformers_4.py"
 WRITE = "python scripts/model_tables.py --write"
 
 OPTIONS = {
-    "qkv_bias": "biases of queries, keys and values",
-    "qk_norm": "norms of queries and keys",
-    "zero_centered_norms": "norms that multiply by 1 + weight",
-    "post_norms": "norms after attention and feed-forward block",
+    "qkv_bias": "QKV biases",
+    "qk_norm": "QK norms",
+    "zero_centered_norms": "zero-centred norms",
+    "post_norms": "post-norms",
     "scale_embeddings": "scaled embeddings",
-    "rope_interleaved": "channels that rotate with their neighbours",
+    "rope_interleaved": "interleaved rotary channels",
     "bias": "biases of all linear layers",
     "attention_sinks": "attention sinks",
     "glu_offset": "an offset next to the gate",
     "normalization": "`LayerNorm`",
     "norm_bias": "no biases of norms",
-    "parallel_block": "attention and feed-forward block behind one norm",
-    "pre_norms": "no norms before attention and feed-forward block",
+    "parallel_block": "parallel attention and MLP",
+    "pre_norms": "no pre-norms",
     "qk_norm_over_heads": "over all heads",
 }
 """In words, by a key of `LlmSpec` that every model of a family has."""
@@ -154,7 +154,8 @@ def _version() -> Iterator[str]:
 
 
 def _language() -> Iterator[str]:
-    yield from ["| `model_type` | class | layers with `sliding_window` | further features |", "|---|---|---|---|"]
+    yield from ["| `model_type` | layers with `sliding_window` | further features |", "|---|---|---|"]
+    rows: dict[tuple[str, str], list[str]] = {}
     for kind, family in LANGUAGE_FAMILIES.items():
         besides = [
             OPTIONS.get(name, f"`{name}`")
@@ -163,8 +164,9 @@ def _language() -> Iterator[str]:
         ]
         besides += [spelling.feature for spelling in family.spellings if spelling.feature]
         window = next((spelling.layers for spelling in family.spellings if isinstance(spelling, Windows)), "—")
-        architecture = f"`{family.architecture}`" if family.architecture else "a part of larger models"
-        yield f"| `{kind}` | {architecture} | {window} | {', '.join(besides) or '—'} |"
+        rows.setdefault((window, ", ".join(besides) or "—"), []).append(kind)
+    for (window, features), kinds in rows.items():
+        yield f"| {', '.join(f'`{kind}`' for kind in kinds)} | {window} | {features} |"
     yield ""
 
 

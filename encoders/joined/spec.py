@@ -26,10 +26,9 @@ class JoinedSpec(FixedKeys, EncoderSpec):
     second: Any = None
     """Keys of the second encoder."""
     first_pretrained: str = ""
-    """Directory of the first encoder in the format of `transformers`, for its keys and weights; empty: none. See
-    docs/pretrained.md."""
+    """Directory of the first encoder, for its keys and weights. See docs/pretrained.md."""
     second_pretrained: str = ""
-    """Directory of the second encoder; empty: none."""
+    """Directory of the second encoder."""
 
     kind: ClassVar[str] = "image"
     medium: ClassVar[str] = "image"

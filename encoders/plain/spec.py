@@ -17,12 +17,11 @@ class PlainSpec(EncoderSpec):
     name: str = "own"
     """Free name, shown in tables."""
     family: str = ""
-    """Which code builds the encoder: a name of `encoders.registry.FAMILIES`, `package.module:Spec` or the name of an
-    installed entry point. See docs/your-encoder.md."""
+    """The code of the encoder: a family, `package.module:Spec` or an entry point. See docs/your-encoder.md."""
     hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the features."""
     dropout: float = key(0.0, at_least=0, below=1)
-    """Largest probability of dropout inside the encoder, of any kind; 0: features of an image or clip never change."""
+    """Largest probability of dropout inside the encoder; 0: none."""
 
     builder: ClassVar[str] = ""
     """`module:Class` of the torch module, which is made with the spec as its only argument."""

@@ -16,7 +16,7 @@ class ResamplerSpec(FixedKeys):
     by layer. Its linear layers have no bias; it is as wide as the language model."""
 
     latents: int = key(0, at_least=0, at_most=2**20)
-    """Rows of every image or audio item in the sequence, whatever its size; 0: no resampler."""
+    """Rows of every item in the sequence; 0: no resampler."""
     num_layers: int = key(3, at_least=1, at_most=MOST_LAYERS)
     """Layers, each an attention and a feed-forward block."""
     num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)

@@ -20,7 +20,7 @@ class ProcessorSpec(FixedKeys, PlainSpec):
     `pretrained` fills them in."""
 
     path: str = ""
-    """Directory of the model, with its processor."""
+    """Directory of the model, with its processor. `pretrained` sets this and the sizes."""
     hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the features."""
     parameters: int = key(0, at_least=0, at_most=2**50)
@@ -115,8 +115,7 @@ class MediaSpec(ProcessorSpec):
     axes: bool = False
     """The language model has positions in time, row and column."""
     bidirectional: str = key("", choices=("", "items", "prefix"))
-    """Tokens of the language model that see each other: `items`: those of one item; `prefix`: all before the first
-    answer. Empty: none, attention is causal."""
+    """Tokens that see each other: `items` (those of one item), `prefix` (all before the first answer)."""
     deepstack: list[int] = key(factory=list, at_least=0)
     """Layers of the tower whose features the first layers of the language model get."""
 

@@ -19,7 +19,7 @@ class AutoTowerSpec(ProcessorSpec):
     layers: int = key(0, at_least=0, at_most=MOST_LAYERS)
     """Number of layers, for estimates; 0: unknown."""
     hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
-    """Index of the `hidden_states` that are the features, such as -2; not set: `last_hidden_state`."""
+    """Index of the `hidden_states` that are the features. Not set: `last_hidden_state`."""
 
     builder: ClassVar[str] = "encoders.transformers_media.tower:TowerEncoder"
 
@@ -78,11 +78,11 @@ class TowerImages(ImageItems, AutoTowerSpec):
     name: str = "tower_images"
     family: str = "tower_images"
     image_size: int = key(0, at_least=0, at_most=MOST_PIXELS)
-    """Side in pixels of the square that images are resized to; 0: as its image processor does."""
+    """Side in pixels of a square; 0: as the image processor resizes."""
     prefix_tokens: int = key(-1, at_least=-1, at_most=2**16)
-    """Tokens before the patches (class token, registers); -1: not known."""
+    """Tokens before the patches; -1: unknown."""
     keep_prefix: bool = False
-    """Keep the tokens before the patches as features. Needs `projector.merge` 1."""
+    """Keep these tokens as features. Needs `projector.merge` 1."""
 
     @property
     def dropped_tokens(self) -> int:

@@ -24,8 +24,8 @@ class LlmSpec(ExpertKeys, DeltaKeys, LatentKeys, AttentionKeys):
     """Sizes of a decoder-only language model of Megatron-Core layers."""
 
     vocab_size: int = key(0, at_least=0, at_most=2**28, zero_means="as many as the tokenizer has tokens")
-    """Rows of the embedding; 0: as many as tokens. Rows beyond a `pretrained` model's are initialised. Padded to a
-    multiple of 128."""
+    """Rows of the embedding, padded to a multiple of 128; 0: as many as tokens. Rows beyond a `pretrained` model's are
+    initialised."""
     scale_embeddings: bool = False
     """Multiply token embeddings by sqrt(`hidden_size`), not features of media."""
     embedding_multiplier: float = key(1.0, above=0)

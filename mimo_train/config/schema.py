@@ -24,8 +24,8 @@ class ConfigContainer(Section):
     run: RunConfig = field(default_factory=RunConfig)
     """Where the run lives and what it runs on."""
     pretrained: str = ""
-    """Directory of a model of several parts, as `transformers` saves it, or ORG/NAME of the Hugging Face hub, for all
-    modules without their own; empty: none. See docs/pretrained.md."""
+    """Model of several parts, for all modules without their own: a directory as `transformers` saves it, or ORG/NAME of
+    the hub. See docs/pretrained.md."""
     modules: dict[str, ModuleConfig] = field(default_factory=dict)
     """Encoders by names of your choice, and `language`."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -15,14 +15,13 @@ class LoadConfig(Section):
     """Weights that a module of a new run starts from, from a checkpoint of any run and layout."""
 
     path: str = ""
-    """Path or URL of a checkpoint, or of a run (its newest checkpoint)."""
+    """Path or URL of a checkpoint or a run."""
     module: str = ""
-    """Name of the module there; empty: same name."""
+    """Name of the module there, if it is another."""
     only: list[str] = field(default_factory=list)
-    """Parameters to load: `encoder`, `projector`, `llm`, or shell patterns as in `freeze`; empty: all."""
+    """Parameters to load, as in `freeze`; empty: all."""
     strict: bool = True
-    """Missing or unexpected parameters and other model types are errors. `false`: list them, and keep initial
-    values."""
+    """Missing or unexpected parameters are errors. `false`: list them."""
 
     def faults(self, prefix: str, name: str, modules: list[str]) -> Iterator[Fault]:
         """Yield faults of the values; `name`: of the module to load; `modules`: names of the run's modules."""
@@ -50,27 +49,25 @@ class CheckpointConfig(Section):
     """Saving and resuming of a run."""
 
     dir: str = ""
-    """URL for checkpoints, such as `s3://bucket/my_run` (s3, gs or az). Empty: in `run.dir`. Needs the extra `remote`.
-    See docs/checkpoints.md#object-storage."""
+    """URL for checkpoints, such as `s3://bucket/my_run`. Empty: in `run.dir`. See
+    docs/checkpoints.md#object-storage."""
     save_interval: int = key(0, at_least=0)
     """Steps between checkpoints; 0: at the end only."""
     resume: str = key("auto", filled="auto, never or a folder")
-    """`auto` (from this run's newest complete checkpoint), `never`, or the path or URL of a checkpoint or another
-    run."""
+    """`auto` (this run's newest checkpoint), `never`, or a checkpoint or run by path or URL."""
     weights: str = ""
-    """Path or URL of a run or checkpoint whose weights a new run starts from. Nothing else is loaded."""
+    """Run or checkpoint whose weights, and nothing else, a new run starts from."""
     load_modules: dict[str, LoadConfig] = field(default_factory=dict)
-    """Modules whose weights a new run loads from other runs: `{language: {path: runs/gpt}}`. See
-    docs/checkpoints.md#modules-from-other-runs."""
+    """Modules whose weights a new run takes from other runs. See docs/checkpoints.md#modules-from-other-runs."""
     trained_only: bool = False
     """Leave weights that are never trained out of checkpoints. See docs/frozen.md#small-checkpoints."""
     asynchronous: bool | Literal["auto"] = "auto"
-    """Train on while a checkpoint is written from a copy in host memory: `true`, `false`, or `auto` (if there is twice
-    that memory). See docs/checkpoints.md#while-training-goes-on."""
+    """Train on while a checkpoint is written: `true`, `false`, or `auto` (if host memory allows). See
+    docs/checkpoints.md#while-training-goes-on."""
     keep: int = key(3, at_least=0)
-    """Newest checkpoints that stay; 0: all."""
+    """Newest checkpoints to keep; 0: all."""
     keep_every: int = key(0, at_least=0)
-    """Also keep checkpoints at multiples of this step; 0: none."""
+    """Also keep checkpoints at multiples of this step."""
     non_persistent_interval: int = key(0, at_least=0)
     """Steps between extra checkpoints of which only the newest stays; 0: none."""
 

@@ -31,7 +31,7 @@ class VideoConfig(Section):
     frames_per_second: float = key(1.0, above=0, at_most=1000)
     """Frames per second; at least one of a video."""
     max_frames: int = key(32, at_least=1, at_most=2**16)
-    """Most frames of a video. Longer videos get fewer per second."""
+    """Most frames of a video; longer ones get fewer per second."""
 
 
 @dataclass
@@ -49,69 +49,63 @@ class DataConfig(Section):
     """The samples and how they become sequences."""
 
     shards: str = ""
-    """Training shards, tars or parquet: a folder, glob, brace range or URLs, several with commas; `hf://datasets/NAME`;
-    an Energon dataset; a prefix of `.bin` and `.idx` files. Required without `mix`. See docs/data.md#what-you-have."""
+    """Training shards: a folder, files, a glob, a brace range, URLs, `hf://datasets/NAME`, or a prefix of `.bin` and
+    `.idx` files; several with commas. See docs/data.md#what-you-have."""
     mix: list[SourceConfig] = field(default_factory=list)
     """Weighted sources, instead of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)
     """Changes of the weights at given steps."""
     exhausted: str = key("repeat", choices=("repeat", "stop"))
-    """After all samples of a source: `repeat` (next epoch, new order) or `stop` (end the run)."""
+    """When a source has given all samples: `repeat` (in another order) or `stop` the run."""
     validation_shards: str = ""
-    """Held-out shards, in the same forms. Empty: none."""
+    """Held-out shards, in the same forms."""
     validation: dict[str, ValidationConfig] = field(default_factory=dict)
-    """Further held-out sets by name, `{charts: {shards: shards/charts}}`, measured as `eval/NAME/loss`."""
+    """Further held-out sets by name: `{charts: {shards: shards/charts}}`."""
     test_shards: str = ""
-    """Test shards: evaluated once after the last step, as `test/loss`. Empty: none."""
+    """Shards that are evaluated once, after the last step."""
     validation_fraction: float = key(0.0, at_least=0, below=1)
-    """Share of the training samples to hold out; 0: none. See docs/data.md#held-out-sets."""
+    """Share of the training samples to hold out. See docs/data.md#held-out-sets."""
     split: str = ""
-    """For `.bin` and `.idx` files: shares for training, evaluation and test, as Megatron-LM's `--split`: `969,30,1`.
-    Empty: train on all."""
+    """Shares of `.bin` and `.idx` files, as `--split` of Megatron-LM: `969,30,1`."""
     demo: str = key("", choices=("", "digits", "mixed", "text"))
-    """Make demo shards on first use: `digits`, `mixed` (images, audio and text) or `text`. Empty: for your own
+    """Make demo shards on first use: `digits`, `mixed` (images, audio and text) or `text`. Set it empty for your own
     shards."""
     sequence_length: int = key(1024, at_least=1, at_most=2**27)
-    """Tokens of a sample, placeholders included. Longer text is cut at the end."""
+    """Most tokens of a sample, placeholders included. Longer text is cut."""
     pad: str = key("microbatch", choices=("microbatch", "sequence"))
-    """Pad rows to the longest sample of the `microbatch`, or to `sequence_length` (`sequence`). See
-    docs/data.md#padding."""
+    """Pad rows to the longest of the `microbatch`, or to `sequence_length` (`sequence`). See docs/data.md#padding."""
     pack: bool = False
-    """Pack several samples of a step into a row, with the same results. See docs/data.md#packing."""
+    """Put several samples of a step into one row, with the same results. See docs/data.md#packing."""
     pack_length: int = key(0, at_least=0, at_most=2**27)
-    """With `pack`: most tokens of a row, at least `sequence_length`; 0: `train.micro_batch_size` x
-    `sequence_length`."""
+    """Most tokens of a packed row; 0: `train.micro_batch_size` x `sequence_length`."""
     separate_documents: bool = False
-    """For `.bin` and `.idx` files with `pack`: end attention, positions and loss at each document. See
-    docs/data.md#token-files."""
+    """End attention, positions and loss at each document of `.bin` and `.idx` files. Needs `pack`."""
     tokenizer: str = key("bytes", filled="bytes, a folder or a name on the hub")
-    """`bytes` (built in), a folder with a Hugging Face tokenizer, or the name of a model on the hub."""
+    """`bytes`, or the folder or hub name of a Hugging Face tokenizer."""
     chat_template: str = key("auto", filled="auto, own or a file")
-    """`auto` (the tokenizer's, or our own format), `own` (our own format), or a Jinja file. See
+    """`auto` (the tokenizer's, else our own format), `own` (our own format), or a Jinja file. See
     docs/data.md#chat-templates."""
     template_variables: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
     special_tokens_in_text: str | list[str] = field(default_factory=list)
-    """Special tokens allowed in a record's text, or `grounding` (boxes, points and references). See
-    docs/data.md#special-tokens-in-text."""
+    """Special tokens allowed in texts, or `grounding` (boxes, points). See docs/data.md#special-tokens-in-text."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Where the record and its media are: `{question: "json[q]", answer: "json[a]", image: [left.jpg, right.jpg]}`. See
+    """Where record and media are: `{question: "json[q]", answer: "json[a]", image: [left.jpg, right.jpg]}`. See
     docs/data.md#fields."""
     null_captions: str = key("bad", choices=("bad", "skip"))
-    """A sample with a null caption is `bad`, or has no loss and is not counted (`skip`)."""
+    """A sample with a null caption is `bad`, or has no loss (`skip`)."""
     background: str = key("white", filled="white, black, grey, none or #RRGGBB")
-    """Colour behind transparent images: `white`, `black`, `grey`, `#RRGGBB`, or `none` (drop transparency). See
-    docs/data.md#transparency."""
+    """Colour behind transparent images: `white`, `black`, `grey`, `#RRGGBB`, or `none` (drop transparency)."""
     video: VideoConfig = field(default_factory=VideoConfig)
     """How many images a video becomes. See docs/data.md#videos."""
     shuffle: bool = True
     """Shuffle training samples each epoch."""
     shuffle_block: int = key(1, at_least=1, at_most=2**20)
-    """Neighbouring samples that stay together when shuffled, for slow storage. See docs/data.md#order."""
+    """Neighbouring samples that stay together when shuffled. See docs/data.md#order."""
     blind: bool = False
-    """Ablation: replace images and audio by zeros."""
+    """Replace images and audio by zeros."""
     max_bad_samples: int | float = key(0, at_least=0)
-    """Bad samples, in all, before the run stops: a number, or a fraction below 1. See docs/data.md#bad-samples."""
+    """Bad samples until the run stops: a number, or a fraction below 1. See docs/data.md#bad-samples."""
     read_retries: int = key(5, at_least=0, at_most=1000)
     """Retries of a read after an I/O error; then the run ends. See docs/data.md#bad-samples."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
@@ -121,7 +115,7 @@ class DataConfig(Section):
     cache_dir: str = ""
     """Folder for shard indexes. Empty: next to the shards, or the user's cache. See docs/data.md#index."""
     cache_bytes: int = key(0, at_least=0, at_most=2**60)
-    """Most bytes of remote members cached on this machine; 0: none. See docs/data.md#from-anywhere."""
+    """Most bytes of remote members that this machine caches. See docs/data.md#from-anywhere."""
 
     @property
     def held_out_by(self) -> str:

@@ -30,15 +30,14 @@ class LogConfig(Section):
         factory=list,
         choices=("params_norm", "grad_norms", "num_zeros_in_grad", "memory", "router_losses_per_layer", "straggler"),
     )
-    """Further metrics: `params_norm`, `grad_norms`, `num_zeros_in_grad`, `memory`, `router_losses_per_layer` (of
-    experts), `straggler`. See docs/metrics.md."""
+    """Further metrics: `params_norm`, `grad_norms`, `num_zeros_in_grad`, `memory`, `router_losses_per_layer`,
+    `straggler`. See docs/metrics.md."""
     peak_tflops: float = key(0.0, at_least=0)
-    """Dense peak of a device in TFLOP/s, for model FLOPs utilisation; 0: that of the device, if known. See
-    docs/metrics.md#flops."""
+    """Dense peak of a device in TFLOP/s; 0: as known. See docs/metrics.md#flops."""
     throughput_window: int = key(0, at_least=0, at_most=1_000_000)
-    """Steps of a rolling mean of batches, samples and tokens per second; 0: off."""
+    """Steps of a rolling mean of throughput."""
     runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))
-    """Log elapsed and remaining time in `seconds`, `minutes`, `hours` or `days`; empty: off."""
+    """Log elapsed and remaining time in `seconds`, `minutes`, `hours` or `days`."""
 
     def faults(self, experts: int) -> Iterator[Fault]:
         """Yield invalid values, and trackers whose library is not installed; `experts`: in a layer of the language
@@ -62,8 +61,7 @@ class ProfilingConfig(Section):
     """The profilers, and the steps and ranks that they record."""
 
     record: list[str] = key(factory=list, choices=("torch", "nsys", "memory_history"))
-    """`torch` (a trace), `nsys` (NVTX ranges), `memory_history` (of the CUDA allocator). All but `torch` need CUDA.
-    Empty: nothing."""
+    """`torch` (a trace), `nsys` (NVTX ranges), `memory_history` (of the CUDA allocator). See docs/profiling.md."""
     steps: list[int] = key(factory=lambda: [10, 12], at_least=1)
     """First and last recorded step, counted from 1."""
     ranks: list[int] = key(factory=lambda: [0], at_least=0, at_most=2**20)

@@ -23,12 +23,12 @@ class SourceConfig(Section):
     shards: str = ""
     """As `data.shards`. Required."""
     weight: float | None = key(None, at_least=0)
-    """Share of the samples, relative to the sum of weights; 0: none for now. Set all or none: without weights, each
-    source's sample count is its weight."""
+    """Share of the samples, relative to all weights; 0: none for now. Without any, the sample counts are the
+    weights."""
     name: str = ""
-    """Name in metrics and messages; empty: the last folder or file of `shards`."""
+    """Name in metrics; empty: the last part of `shards`."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """As `data.fields`; empty: `data.fields`."""
+    """As `data.fields`, which holds if this is empty."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class MixChange(Section):
     after_step: int = key(at_least=1)
     """Step after which the weights hold."""
     weights: dict[str, float] = key(factory=dict, at_least=0)
-    """Weights by source name; other sources keep theirs. Required."""
+    """Weights by source name. Other sources keep theirs."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ValidationConfig(Section):
     shards: str = ""
     """As `data.shards`. Required."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """As `data.fields`; empty: `data.fields`."""
+    """As `data.fields`, which holds if this is empty."""
 
 
 def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:

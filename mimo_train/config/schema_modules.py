@@ -24,18 +24,17 @@ class LayoutConfig(Section):
     tp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Tensor parallel size."""
     pp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Pipeline stages; the first one gets the remainder of the layers. 1 for encoders on ranks of `language`."""
+    """Pipeline stages. The first one gets the remainder of the layers. 1 for encoders on ranks of `language`."""
     dp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Data parallel size (replicas)."""
     cp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Context parallel size; `language` only. See docs/context-parallel.md."""
+    """Context parallel size, of `language` only. See docs/context-parallel.md."""
     ep: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Expert parallel size."""
     etp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Expert tensor parallel size."""
     vpp: int = key(1, at_least=1, at_most=MOST_LAYERS)
-    """Virtual pipeline size: model chunks per stage (interleaved schedule); only for a language model without
-    encoders."""
+    """Model chunks per stage (interleaved schedule), for a language model without encoders."""
     sp: bool = False
     """Sequence parallel. Needs `tp` above 1, which must divide the tokens of an image inside the encoder."""
 
@@ -61,9 +60,9 @@ class ModuleOptimConfig(Section):
     weight_decay: float | None = key(None, at_least=0, at_most=MOST_DECAY)
     """As `optim.weight_decay`."""
     clip_grad: float | None = key(None, at_least=0)
-    """Largest gradient norm of this module alone, which then is its own clip group; 0: no clipping."""
+    """Largest gradient norm of this module alone, which is clipped by itself then; 0: no clipping."""
     projector_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
-    """Peak learning rate of the projector, if it differs from the encoder's."""
+    """Peak learning rate of the projector, if it is another than the encoder's."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """Yield invalid values of module `name`, alone and with those of `optim`, which apply if this module sets
@@ -95,22 +94,20 @@ class LoraConfig(Section):
     """Low-rank adapters next to frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="no adapters")
-    """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen."""
+    """Rank of the adapters. Above 0 the module's other weights are frozen."""
     alpha: float = key(16.0, above=0)
-    """The output of adapters is multiplied by `alpha / rank` (see `rslora`)."""
+    """Adapters are scaled by `alpha / rank`."""
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of the adapters' input."""
     targets: list[str] = field(default_factory=lambda: list(ADAPTED))
-    """Shell patterns of linear layers with adapters: `linear_qkv`, PEFT's names such as `q_proj`, or full names such as
-    `"*.layers.[0-3].*linear_proj"`. By default all linear layers of the transformer layers but experts and routers. See
+    """Shell patterns of linear layers: our names, PEFT's such as `q_proj`, or full names. See
     docs/frozen.md#targets."""
     rslora: bool = False
-    """Multiply by `alpha / sqrt(rank)` instead (rsLoRA, arXiv 2312.03732)."""
+    """Scale by `alpha / sqrt(rank)` instead (arXiv 2312.03732)."""
     dora: bool = False
-    """Also train the length of every row of the adapted weight (DoRA, arXiv 2402.09353). Needs `dropout` 0."""
+    """Also train the length of every row of the weight (arXiv 2402.09353). Needs `dropout` 0."""
     adapter: str = ""
-    """Folder, or name on the hub, of a PEFT adapter that a new run starts from, for the model of `pretrained`; empty:
-    none. See docs/frozen.md#peft."""
+    """PEFT adapter that a new run starts from: a folder, or a name on the hub. See docs/frozen.md#peft."""
 
     @property
     def scale(self) -> float:
@@ -137,9 +134,9 @@ class FeatureCacheConfig(Section):
     """Features of a frozen encoder, cached on disk between epochs."""
 
     dir: str = ""
-    """Folder; several runs may share it. Empty: no cache."""
+    """Folder, which several runs may share."""
     max_gigabytes: float = key(10.0, above=0)
-    """Size in 10^9 bytes above which the least recently used features are deleted."""
+    """Above this size (10^9 bytes) the least recently used features are deleted."""
 
 
 @dataclass
@@ -148,7 +145,7 @@ class PlaceholderConfig(Section):
     tokenizer's chat template, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
 
     pad: str = ""
-    """Special token repeated for each token of an item, such as `<|image_pad|>`; added to the vocabulary if missing."""
+    """Special token, once for each token of an item, such as `<|image_pad|>`."""
     start: str = ""
     """Text before the pads, such as `<|vision_start|>`."""
     end: str = ""
@@ -168,18 +165,16 @@ class ModuleConfig(Section):
     llm: Any = None
     """The language model, see [its keys](#moduleslanguagellm). For `language` only."""
     pretrained: str = ""
-    """Directory as `transformers` saves it, or ORG/NAME of the Hugging Face hub, instead of `llm` or `encoder` and
-    random weights; empty: none. See docs/pretrained.md."""
+    """Directory as `transformers` saves it, or ORG/NAME of the hub, instead of `llm` or `encoder`. See
+    docs/pretrained.md."""
     implementation: str = key("", choices=("", "native", "transformers"), zero_means="native if possible")
-    """Who computes a module of `pretrained`: Megatron-Core's layers at any layout (`native`), or the class of
-    `transformers` as it is, data parallel only (`transformers`). Empty: `native` for supported families, else
-    `transformers`. See docs/pretrained.md#as-it-is."""
+    """`native` (Megatron-Core's layers) or `transformers` (its class, data parallel only). Empty: `native` for
+    supported families. See docs/pretrained.md#as-it-is."""
     freeze: list[str] = field(default_factory=list)
     """Frozen parts: `encoder`, `projector`, `llm`, or shell patterns of parameter names such as `"*embedding*"`. See
     docs/frozen.md."""
     freeze_until: dict[str, int] = key(factory=dict, at_least=0)
-    """Parts that are frozen for a number of first steps: `{encoder: 1000}`. Names as in `freeze`. See
-    docs/configuration.md#stages."""
+    """First steps in which a part is frozen: `{encoder: 1000}`. See docs/configuration.md#stages."""
     placeholder: PlaceholderConfig = field(default_factory=PlaceholderConfig)
     """Tokens in the text that this encoder's features replace. See docs/data.md#placeholders."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -187,10 +182,9 @@ class ModuleConfig(Section):
     feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
     """Disk cache for the features of a frozen encoder. See docs/frozen.md#feature-cache."""
     prefetch_microbatches: int = key(0, at_least=0, at_most=1_000_000)
-    """Microbatches that a frozen encoder on its own ranks computes ahead; 0: none. See docs/frozen.md#prefetching."""
+    """Microbatches that a frozen encoder computes ahead. See docs/frozen.md#prefetching."""
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
-    """Values of this module that differ from `optim`; not set: as there. See
-    docs/configuration.md#per-module-optimizer."""
+    """Values that differ from `optim`. See docs/configuration.md#per-module-optimizer."""
     fp8: str = key("", choices=("", *FP8))
     """`none`, `tensorwise`, `blockwise` or `mxfp8`; empty: as `train.fp8`."""
     compile: str = key("", choices=("", *COMPILE))
@@ -200,8 +194,8 @@ class ModuleConfig(Section):
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module, on `tp * cp * dp * pp` ranks. See docs/layouts.md."""
     balance: str = key("samples", choices=("samples", "patches"))
-    """Split an encoder's work over its data-parallel ranks by `samples`, or by `patches` (nearly equal tokens inside
-    the encoder). Results do not change."""
+    """Split an encoder's work over data-parallel ranks by `samples`, or by `patches` (tokens inside the encoder).
+    Results do not change."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """Yield faults of training settings of module `name`; `mimo_train.layout` checks sizes and layout."""

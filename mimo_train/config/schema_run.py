@@ -21,24 +21,23 @@ class RunConfig(Section):
     """The folder and the device of a run."""
 
     dir: str = key("runs/run", filled="the folder that the run writes into")
-    """Folder that the run writes into. Using the same folder again resumes the run."""
+    """Folder that the run writes into. The same folder again resumes the run."""
     seed: int = key(1234, at_least=0, at_most=2**63 - 1)
     """Seed of initial weights, sample order and dropout."""
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
-    """`auto` (CUDA if each process of a machine has a device), `cuda` or `cpu`."""
+    """`cuda`, `cpu`, or `auto`: CUDA if each process of a machine has a device."""
     cpu_kernels: bool = key(True)
-    """Use the CPU fast paths of `mimo_train/cpu/`. `false`: Megatron-Core and torch, as on GPUs."""
+    """Use the CPU fast paths of `mimo_train/cpu/`. `false`: compute as on GPUs."""
     timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)
     """Minutes that a rank waits for its peers in a collective."""
     step_timeout_minutes: float = key(0.0, at_least=0, below=YEAR, zero_means="as `timeout_minutes`")
     """As `timeout_minutes`, from the second step after a start; saves and evaluations count as steps. 0: as
     `timeout_minutes`."""
     hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
-    """Seconds without progress after which the run names the rank to blame and exits with code 18; 0: never. See
+    """Seconds without progress until the run names the rank to blame and exits with code 18. See
     docs/reliability.md#hangs."""
     inprocess_restarts: int = key(0, at_least=0, at_most=1_000_000)
-    """Restarts of a failed run inside its processes; 0: none. Needs the extra `resiliency`. See
-    docs/reliability.md#in-process-restart."""
+    """Restarts of a failed run inside its processes. See docs/reliability.md#in-process-restart."""
 
     def faults(self, resume: str) -> Iterator[Fault]:
         """Yield invalid values, alone and together with `checkpoint.resume`."""
@@ -66,14 +65,13 @@ class PlacementConfig(Section):
     """The ranks of the modules."""
 
     mode: str = key("disjoint", choices=("disjoint", "shared"))
-    """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
-    stage)."""
+    """`disjoint`: one module after the other. `shared`: encoders on the ranks of the language model's first stage."""
     first_rank: dict[str, int] = key(factory=dict, at_most=MOST_RANKS)
-    """First rank of every module: `'placement.first_rank={images: 1, language: 0}'`; empty: one after the other."""
+    """First rank of every module: `'placement.first_rank={images: 1, language: 0}'`."""
     allow_idle: bool = False
-    """Allow processes without a module, between modules or after the last one. They exit at once."""
+    """Allow processes without a module. They exit at once."""
     ranks_per_node: int = key(0, at_least=0, at_most=MOST_RANKS)
-    """Ranks of a node, for `mimo-train check` without a launcher; 0: as launched."""
+    """Ranks of a node, for `mimo-train check`; 0: as launched."""
     tp_across_nodes: bool = False
     """Allow tensor-parallel groups across nodes."""
 
@@ -95,7 +93,7 @@ class LaunchConfig(Section):
     """Layouts by the number of nodes."""
 
     layouts: dict[int, str] = key(factory=dict)
-    """Config changes by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. Empty: any number. See
+    """Config changes by the number of nodes: `{8: '', 7: modules.language.layout.dp=7}`. See
     docs/launch.md#fewer-nodes."""
 
     def faults(self) -> Iterator[Fault]:

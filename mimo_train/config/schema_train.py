@@ -37,62 +37,59 @@ class TrainConfig(Section):
     """The training loop."""
 
     iters: int = key(1000, at_least=0)
-    """Optimizer steps in all; 0: as many as `epochs` takes."""
+    """Optimizer steps; 0: as many as `epochs` takes."""
     epochs: float = key(0.0, at_least=0, at_most=1e6, zero_means="iters counts")
-    """Length of the run in epochs, instead of `iters`. An epoch of a mixture is the sum of its sources."""
+    """Epochs to train, instead of `iters`."""
     global_batch_size: int = key(32, at_least=1, at_most=2**24)
     """Samples of an optimizer step."""
     micro_batch_size: int = key(8, at_least=1, at_most=2**24)
     """Samples of a microbatch on one data-parallel rank of `language`."""
     precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
-    """`fp32`, `bf16` or `fp16` weights and activations. Master weights and gradients stay fp32."""
+    """Weights and activations in `fp32`, `bf16` or `fp16`. Master weights and gradients stay fp32."""
     fp8: str = key("none", choices=FP8)
-    """Matmuls of the transformer layers in fp8: `none`, `tensorwise`, `blockwise` or `mxfp8`. Needs Transformer Engine
-    and bf16. See docs/fp8.md."""
+    """Matmuls of transformer layers in fp8: `none`, `tensorwise`, `blockwise` or `mxfp8`. See docs/fp8.md."""
     num_layers_at_start_in_bf16: int = key(0, at_least=0)
-    """First layers of each fp8 module that stay in bf16. At most the layers of a pipeline stage."""
+    """First layers of each fp8 module that stay in bf16."""
     num_layers_at_end_in_bf16: int = key(0, at_least=0)
     """Last layers of each fp8 module that stay in bf16."""
     compile: str = key("none", choices=COMPILE)
-    """`none` or `layers`: compile torch's layers. See docs/compile.md."""
+    """Compile torch's `layers`, or `none`. See docs/compile.md."""
     recompute: str = key("none", choices=RECOMPUTE)
     """Recompute activations in backward: `none`, `selective` (core attention) or `full` (every layer)."""
     logits: str = key("learned", choices=("learned", "all"))
-    """Text positions that get logits: `learned` (those with a loss) or `all`."""
+    """Positions that get logits: `learned` (those with a loss) or `all`."""
     eval_interval: int = key(0, at_least=0)
     """Steps between evaluations; 0: at the end only."""
     eval_samples: int = key(0, at_least=0)
     """Held-out samples per evaluation; 0: all."""
     report_samples: int = key(24, at_least=0)
-    """Held-out samples shown in the report with question, answer and truth; 0: none."""
+    """Held-out samples shown in the report."""
     log_interval: int = key(1, at_least=1)
     """Steps between log lines."""
     rampup_batch_size: list[int] = key(factory=list, at_least=0, at_most=2**53)
-    """`[first size, increment, samples]`: the global batch grows to `global_batch_size` in equal steps over that many
-    samples; empty: no ramp-up."""
+    """`[first size, increment, samples]`: grow the global batch in equal steps over so many samples."""
     skip_iters: list[int] = key(factory=list, at_least=1)
-    """Steps, counted from 1, that are skipped with their samples."""
+    """Steps, counted from 1, to skip with their samples."""
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of the losses that a loss function returns as `{name: loss}`; missing names weigh 1."""
+    """Weights of losses that a loss function returns by name; others weigh 1."""
     on_nan: str = key("raise", choices=("raise", "skip", "bisect"))
-    """On a loss or gradient that is not finite: `raise`, `skip` (the update) or `bisect` (find the first bad layer,
-    then raise). See docs/reliability.md."""
+    """After a loss or gradient that is not finite: `raise`, `skip` the update, or `bisect` (find the origin, then
+    raise). See docs/reliability.md."""
     rerun: str = key("disabled", choices=("disabled", "validate_results", "report_determinism_stats"))
     """Megatron-Core's rerun state machine: `disabled`, `validate_results` or `report_determinism_stats`. See
     docs/reliability.md#suspect-losses."""
     exit_interval: int = key(0, at_least=0)
-    """Save and exit at multiples of this step; 0: never."""
+    """Save and exit at multiples of this step."""
     exit_duration_minutes: float = key(0.0, at_least=0, at_most=MOST_MINUTES)
-    """Save and exit after this many minutes; 0: never."""
+    """Save and exit after this many minutes."""
     manual_gc_interval: int = key(0, at_least=0)
-    """Steps between garbage collections on all ranks at once, with Python's collector off; 0: leave it to Python."""
+    """Steps between garbage collections on all ranks at once; 0: leave it to Python."""
     max_empty_steps: int = key(0, at_least=0)
-    """Steps without a token with loss, in all, before the run stops. See docs/data.md#steps-without-loss."""
+    """Steps without loss until the run stops. See docs/data.md#steps-without-loss."""
     callbacks: list[str] = field(default_factory=list)
     """Callback classes `package.module:Class`. See docs/callbacks.md."""
     forward_step: str = ""
-    """Your own forward step, `package.module:name`: a function or a class. Empty: the default one. See
-    docs/training-api.md."""
+    """Your forward step, `package.module:name`. Empty: the default one. See docs/training-api.md."""
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid values."""
@@ -117,7 +114,7 @@ class OptimConfig(Section):
     """The optimizer and its schedule, the same for every module."""
 
     name: str = key("adamw", choices=("adamw",))
-    """`adamw`."""
+    """`adamw`, so far the only one."""
     lr: float = key(1e-3, at_least=0, at_most=MOST_RATE)
     """Peak learning rate."""
     min_lr: float = key(1e-5, at_least=0, at_most=MOST_RATE)
@@ -135,19 +132,19 @@ class OptimConfig(Section):
     eps: float = key(1e-8, above=0, at_most=1000)
     """Added to the denominator of the update."""
     clip_grad: float = key(1.0, at_least=0)
-    """Largest gradient norm over all modules without their own `clip_grad`; 0: no clipping."""
+    """Largest gradient norm, over all modules without their own; 0: no clipping."""
     loss_scale: float = key(0.0, at_least=0, at_most=MOST_SCALE, zero_means="dynamic")
-    """Fixed loss scale of fp16, a power of 2; 0: dynamic. See docs/configuration.md#fp16."""
+    """Fixed loss scale of fp16; 0: dynamic. See docs/configuration.md#fp16."""
     initial_loss_scale: float = key(65536.0, at_least=1, at_most=MOST_SCALE)
-    """First dynamic loss scale. It never falls below 1."""
+    """First dynamic loss scale."""
     loss_scale_window: int = key(1000, at_least=1)
     """Steps without overflow before the dynamic loss scale doubles."""
     distributed_optimizer: bool = True
-    """Shard master weights and moments over data-parallel replicas. Checkpoints fit both."""
+    """Shard master weights and moments over data-parallel replicas."""
     overlap_grad_reduce: bool = False
     """Reduce the language model's gradients during its backward pass. See docs/configuration.md#overlap."""
     overlap_param_gather: bool = False
-    """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
+    """Gather its updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
 
     def faults(self, precision: str) -> Iterator[Fault]:
         """Yield invalid values, alone and together; `precision`: `train.precision`."""

@@ -48,7 +48,7 @@ class Rope(Spelling):
 
     @property
     def feature(self) -> str:
-        features = ["positions in time, row and column"] if self.axes is not None else []
+        features = ["M-RoPE"] if self.axes is not None else []
         return ", ".join([*features, *(f"`{name}`" for name in self.supports)])
 
     def read(self, config: Config, keys: Keys) -> Keys:

@@ -36,7 +36,7 @@ class SigmoidExperts(Spelling):
 
     @property
     def feature(self) -> str:
-        return f"experts (`{self.number}`) behind a sigmoid router with biases, shared experts"
+        return f"experts (`{self.number}`) with a sigmoid router, shared experts"
 
     def faults(self, config: Config) -> Iterator[Fault]:
         for name in (self.number, self.shared, "num_experts_per_tok", "moe_intermediate_size"):

@@ -16,11 +16,11 @@ class ClipSpec(TowerSpec):
     resize: str = "crop"
     layernorm_epsilon: float = key(1e-5, above=0, below=1)
     activation: str = "quick_gelu"
-    """As in family `vit`; `quick_gelu` in OpenAI's models, `gelu` in most of LAION's."""
+    """`quick_gelu` in OpenAI's models, `gelu` in most of LAION's."""
     keep_class_token: bool = False
     """Keep the class token in the sequence, before the patches."""
     final_norm: bool = False
-    """Apply the norm after the tower's last layer to the features. CLIP applies it to the class token only."""
+    """Apply the norm after the last layer, which CLIP has for the class token only."""
     pixel_mean: list[float] = key(factory=lambda: list(CLIP_MEAN), at_least=-1e6, at_most=1e6)
     pixel_std: list[float] = key(factory=lambda: list(CLIP_STD), above=0, at_most=1e6)
 

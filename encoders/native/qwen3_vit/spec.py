@@ -30,12 +30,11 @@ class Qwen3VitSpec(PatchSpec):
     rotary_base: float = key(10000.0, above=0)
     """Base of the rotary frequencies."""
     deepstack: list[int] = key(factory=lambda: [8, 16, 24], at_least=0)
-    """Layers, counted from 0, whose states go to the first layers of the language model, each through its own
-    merger."""
+    """Layers, counted from 0, whose states go to the first layers of the language model."""
     deepstack_width: int = key(4096, at_least=1, at_most=MOST_WIDTH)
-    """Width of these features: the language model's `hidden_size`."""
+    """Their width: the language model's `hidden_size`."""
     merge_size: int = key(2, at_least=1, at_most=64)
-    """Side of the squares of patches that these mergers join. Must equal `projector.merge`."""
+    """Side of the squares of patches that they join, as `projector.merge`."""
 
     patch_frames = 2
     position_resize = "bilinear"

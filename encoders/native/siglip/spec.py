@@ -16,8 +16,7 @@ class SiglipSpec(TowerSpec):
     name: str = "siglip"
     family: str = "siglip"
     patch_size: int = key(16, at_least=1, at_most=MOST_PIXELS)
-    """Side of a patch in pixels. Pixels left over at the right and lower edge are not read: 6 of 384 with patches of
-    14."""
+    """Side of a patch in pixels. Pixels left over at the right and lower edge are not read."""
     activation: str = "gelu_tanh"
 
     whole_patches = False
@@ -25,8 +24,7 @@ class SiglipSpec(TowerSpec):
 
 @dataclass
 class Siglip2Spec(TowerSpec):
-    """The vision tower of SigLIP 2 NaFlex (Tschannen et al. 2025, arXiv 2502.14786). Images keep their aspect ratio and
-    are resized to nearly `max_patches` patches."""
+    """The vision tower of SigLIP 2 NaFlex (Tschannen et al. 2025, arXiv 2502.14786). Images keep their aspect ratio."""
 
     name: str = "siglip2"
     family: str = "siglip2"
@@ -35,7 +33,7 @@ class Siglip2Spec(TowerSpec):
     image_size: int = key(256, at_least=1, at_most=MOST_PIXELS)
     """Side in pixels of the grid of learned positions."""
     max_patches: int = key(256, at_least=1, at_most=2**24)
-    """Most patches of an image. Small images are enlarged to it too."""
+    """Images are resized to nearly this many patches."""
     interpolation: str = "bilinear"
     activation: str = "gelu_tanh"
 

@@ -18,19 +18,18 @@ class PatchSpec(FixedKeys, LayeredSpec):
     family: str = "vit"
     """Family of encoders, whose code builds it."""
     resize: str = "fixed"
-    """`fixed`: resize every image to `image_size` x `image_size`. `crop`: resize the shorter side to `shortest_edge`,
-    then cut out the middle. `native`: keep the aspect ratio; sides become multiples of `patch_size * merge`, and
-    positions are interpolated."""
+    """`fixed`: to `image_size` x `image_size`. `crop`: the shorter side to `shortest_edge`, then cut out the middle.
+    `native`: keep the aspect ratio; sides become multiples of `patch_size * merge`."""
     image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
-    """Side in pixels of the grid of learned positions; with `resize: fixed` or `crop`, of every image."""
+    """Side in pixels of the grid of learned positions; with `fixed` or `crop`, of every image."""
     shortest_edge: int = key(0, at_least=0, at_most=MOST_PIXELS)
-    """With `resize: crop`: pixels of the shorter side before cutting; 0: `image_size`."""
+    """With `crop`: shorter side before cutting; 0: `image_size`."""
     interpolation: str = "bicubic"
     """`bicubic` or `bilinear`, both with antialiasing."""
     min_pixels: int = key(0, at_least=0)
-    """With `resize: native`: enlarge smaller images to about this area; 0: no bound."""
+    """With `native`: enlarge smaller images to about this area."""
     max_pixels: int = key(0, at_least=0)
-    """With `resize: native`: reduce larger images to at most this area; 0: `image_size` squared."""
+    """With `native`: reduce larger images to this area; 0: `image_size` squared."""
     patch_size: int = key(16, at_least=1, at_most=MOST_PIXELS)
     """Side of a patch in pixels. Must divide `image_size`."""
     hidden_size: int = key(768, at_least=1, at_most=MOST_WIDTH)
@@ -50,9 +49,9 @@ class PatchSpec(FixedKeys, LayeredSpec):
     init_std: float = key(0.02, at_least=0, at_most=1000)
     """Standard deviation of the initial weights."""
     pixel_mean: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], at_least=-1e6, at_most=1e6)
-    """Mean of red, green and blue, of pixels scaled to [0, 1]."""
+    """Mean per channel, of pixels in [0, 1]."""
     pixel_std: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], above=0, at_most=1e6)
-    """Standard deviation of red, green and blue, of pixels scaled to [0, 1]."""
+    """Standard deviation per channel, of pixels in [0, 1]."""
 
     kind: ClassVar[str] = "image"
     medium: ClassVar[str] = "image"

@@ -16,19 +16,16 @@ class TowerSpec(PatchSpec):
     """Base of the specs of published encoders, of which one layer's output is read."""
 
     feature_layer: int = key(-1, at_least=-MOST_LAYERS, at_most=-1)
-    """Layer whose output is read, counted from the last: -1 is the last, -2 the one before. Layers after it are not
-    built."""
+    """Layer whose output is read, counted from the last (-1). Layers after it are not built."""
     final_norm: bool = True
-    """Apply the norm after the encoder's last layer to the features."""
+    """Apply the norm after the last layer to the features."""
     grid_pinpoints: list[list[int]] = key(factory=list, at_least=1, at_most=MOST_PIXELS)
-    """With `resize: tiles`, which reads each image once as `fixed` does, and again cut into tiles of `image_size`:
-    (height, width) in pixels of the allowed canvases, multiples of `image_size`. The canvas that keeps most pixels is
-    chosen, then the one with the smallest border. Needs `projector.newline`."""
+    """With `resize: tiles`, which reads an image as `fixed` does and again cut into tiles: (height, width) in pixels of
+    the canvases to choose from, multiples of `image_size`."""
     max_tiles: int = key(0, at_least=0, at_most=10_000, zero_means="none are")
-    """With `resize: tiles`: average the features of clearly more tiles than this down to about this many; 0: never."""
+    """With `tiles`: average the features of clearly more tiles down to about this many; 0: never."""
     cut_several: bool = True
-    """With `resize: tiles`: cut the images of samples with several images too; `false`: read each once, in a square of
-    the mean colour."""
+    """With `tiles`: cut each of several images too. `false`: read each once."""
 
     resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native", "tiles")
 

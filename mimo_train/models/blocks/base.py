@@ -41,15 +41,15 @@ class LayerKeys(Section):
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight, head norms too. `RMSNorm` only."""
     pre_norms: bool = True
-    """Normalise the inputs of attention and of the feed-forward block. `false` requires `post_norms`."""
+    """Normalise the inputs of attention and feed-forward block."""
     post_norms: bool = False
-    """Normalise the outputs of attention and of the feed-forward block before adding them."""
+    """Normalise the outputs of attention and feed-forward block."""
     parallel_block: bool = False
-    """The feed-forward block reads what attention reads, behind one norm for both."""
+    """Attention and feed-forward block read the same norm."""
     residual_multiplier: float = key(1.0, above=0)
-    """Multiply the outputs of attention and of the feed-forward block before adding them."""
+    """Multiply the outputs of attention and feed-forward block."""
     bias: bool = False
-    """Linear layers have biases; those of experts and routers too."""
+    """Linear layers have biases."""
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of hidden states and attention."""
     init_std: float = key(0.02, at_least=0, at_most=1000)

@@ -27,28 +27,28 @@ class RopeScaling(Section):
     """Scaling of rotary position embeddings for sequences longer than those of the first training."""
 
     kind: str = key("default", choices=("default", "linear", "llama3", "yarn", "dynamic"))
-    """`default` (unchanged), `linear`, `llama3`, `yarn` (arXiv 2309.00071), or `dynamic`: unchanged up to
-    `max_positions`, an error beyond."""
+    """As `rope_type` of `transformers`: `default`, `linear`, `llama3`, `yarn`, or `dynamic` (an error beyond
+    `max_positions`)."""
     factor: float = key(1.0, above=0)
     """Factor by which sequences are longer."""
     original_positions: int = key(0, at_least=0)
     """Positions of the original training; required by `llama3` and `yarn`."""
     low_frequency_factor: float = key(1.0, above=0)
-    """`llama3`: waves longer than `original_positions` divided by this are stretched by the full factor."""
+    """`llama3`: waves longer than `original_positions` by this are stretched by `factor`."""
     high_frequency_factor: float = key(4.0, above=0)
-    """`llama3`: waves shorter than `original_positions` divided by this are not stretched."""
+    """`llama3`: waves shorter than `original_positions` by this are kept."""
     beta_fast: float = key(32.0, above=0)
-    """`yarn`: waves with more turns in `original_positions` are not stretched."""
+    """`yarn`: waves with more turns in `original_positions` are kept."""
     beta_slow: float = key(1.0, above=0)
-    """`yarn`: waves with fewer turns are stretched by the full factor."""
+    """`yarn`: waves with fewer turns are stretched by `factor`."""
     attention_factor: float = key(0.0, at_least=0, zero_means="from factor, mscale and mscale_all_dim")
-    """`yarn`: factor of rotated queries and keys; 0: from `factor`, `mscale` and `mscale_all_dim`."""
+    """`yarn`: factor of rotated queries and keys; 0: computed."""
     mscale: float = key(0.0, at_least=0)
-    """`yarn`: with `mscale_all_dim`, gives the attention factor; 0: not used."""
+    """`yarn`: gives the attention factor with `mscale_all_dim`."""
     mscale_all_dim: float = key(0.0, at_least=0)
-    """`yarn`: see `mscale`; 0: not used."""
+    """`yarn`: see `mscale`."""
     truncate: bool = True
-    """`yarn`: round the ends of the range between the two betas to whole frequencies."""
+    """`yarn`: round the range between the betas to whole frequencies."""
 
     def faults(self, prefix: str, max_positions: int) -> Iterator[Fault]:
         """Yield invalid values; `prefix`: config key of this section; `max_positions`: of the model, 0: unknown."""
@@ -90,24 +90,23 @@ class RotaryKeys(LayerKeys):
     position: str = key("rope", choices=("rope", "learned"))
     """`rope` (rotary) or `learned` (absolute). `learned` ties a checkpoint to its `data.sequence_length`."""
     max_positions: int = key(0, at_least=0, zero_means="not known")
-    """Longest sequence that the model was made for; 0: unknown. A bound only with `rope_scaling.kind: dynamic`."""
+    """Longest sequence of the model; 0: unknown."""
     rope_base: float = key(10000.0, at_least=1)
     """Base period of rotary positions."""
     partial_rotary_factor: float = key(1.0, above=0, at_most=1)
-    """Share of a head's channels that rotate, the first ones; 1: all."""
+    """Share of a head's channels that rotate, the first ones."""
     rope_interleaved: bool = False
-    """Each channel rotates with its neighbour, not with one half a head away."""
+    """A channel rotates with its neighbour, not with one half a head away."""
     no_rope_layers: list[int] = key(factory=list, at_least=0)
-    """Layers, counted from 0, whose queries and keys do not rotate: they see no positions."""
+    """Layers, counted from 0, without rotary positions."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
     mrope_section: list[int] = key(factory=list, at_least=0)
-    """Frequencies of a head that turn by time, row and column (M-RoPE, arXiv 2409.12191): three numbers. Empty: all
-    turn by the position in the sequence."""
+    """Frequencies that turn by time, row and column (M-RoPE, arXiv 2409.12191). Empty: by the place in the sequence."""
     mrope_interleaved: bool = False
     """With `mrope_section`: axes alternate by frequency, as in Qwen3-VL."""
     local_rope_base: float = key(0.0, at_least=0, zero_means="as in the other layers")
-    """Base period in layers with a `window`, without scaling; 0: as in the other layers."""
+    """Base period in layers with a `window`; 0: as elsewhere."""
 
     def rotary_faults(self, prefix: str, width: int) -> Iterator[Fault]:
         """Yield invalid combinations of keys; `prefix`: key of the spec; `width`: channels of a head that are

@@ -19,29 +19,29 @@ class AttentionKeys(RotaryKeys):
     num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
     """Query heads. Must divide `hidden_size`, unless `head_size` is set."""
     num_query_groups: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="as many as query heads")
-    """Key and value heads. Must divide `num_attention_heads`; 0: as many as query heads."""
+    """Key and value heads; 0: as many as query heads."""
     head_size: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="hidden_size / num_attention_heads")
-    """Width of a head; 0: `hidden_size / num_attention_heads`. Must be even with `position: rope`."""
+    """Width of a head; 0: `hidden_size / num_attention_heads`."""
     qkv_bias: bool = False
-    """Queries, keys and values have biases though other linear layers have none."""
+    """Queries, keys and values have biases."""
     proj_bias: bool = False
-    """The output projection of attention has a bias though the feed-forward block has none."""
+    """The output projection of attention has a bias."""
     window: int = key(0, at_least=0, zero_means="all")
-    """Tokens that a token attends to, itself and earlier ones; 0: all."""
+    """Tokens that a token attends to, itself included; 0: all."""
     full_attention_layers: list[int] = key(factory=list, at_least=0)
     """Layers, counted from 0, that ignore `window`."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
     qk_norm_over_heads: bool = False
-    """With `qk_norm`: normalise all heads together, with a weight for each channel of each head. `RMSNorm` only."""
+    """With `qk_norm`: normalise all heads together."""
     attention_output_gate: bool = False
-    """Multiply the output of each head by the sigmoid of a gate, which is projected with its query."""
+    """Multiply the output of each head by the sigmoid of a projected gate."""
     attention_scale_size: float = key(0.0, at_least=0, zero_means="head_size")
-    """Attention scores are divided by the square root of this; 0: of the head width."""
+    """Scores are divided by the square root of this; 0: of the head width."""
     attention_softcap: float = key(0.0, at_least=0, zero_means="no cap")
-    """Attention scores become cap * tanh(score / cap); 0: no cap. Stores all scores of a sequence."""
+    """Scores become cap * tanh(score / cap); 0: no cap."""
     attention_sinks: bool = False
-    """Each head has a learned score that takes a share of its softmax and adds nothing (attention sinks)."""
+    """A learned score of each head takes a share of its softmax."""
 
     @property
     def head_width(self) -> int:

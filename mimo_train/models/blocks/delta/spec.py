@@ -26,13 +26,13 @@ class DeltaKeys(LayerKeys):
     linear_num_key_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
     """Gated DeltaNet: query and key heads."""
     linear_num_value_heads: int = key(32, at_least=1, at_most=MOST_WIDTH)
-    """Gated DeltaNet: value heads, a multiple of the key heads."""
+    """Gated DeltaNet: value heads."""
     linear_key_head_dim: int = key(128, at_least=1, at_most=MOST_WIDTH)
     """Gated DeltaNet: width of a query or key head."""
     linear_value_head_dim: int = key(128, at_least=1, at_most=MOST_WIDTH)
     """Gated DeltaNet: width of a value head."""
     linear_conv_kernel_dim: int = key(4, at_least=1, at_most=1024)
-    """Gated DeltaNet: tokens that its convolution sees, with the token itself."""
+    """Gated DeltaNet: tokens that its convolution sees."""
 
     def delta(self) -> "Delta":
         """Return the block of a layer with Gated DeltaNet."""

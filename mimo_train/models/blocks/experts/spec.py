@@ -20,19 +20,17 @@ class ExpertKeys(MlpKeys):
     num_experts: int = key(0, at_least=0, at_most=2**16)
     """Experts of every layer; 0: a dense model. See docs/layouts.md#experts."""
     experts_per_token: int = key(2, at_least=0, at_most=2**16)
-    """Experts per token. From 1 to `num_experts`."""
+    """Experts per token."""
     router_score_function: str = key("softmax", choices=("softmax", "sigmoid"))
-    """Scores of experts: `softmax`, or `sigmoid` (DeepSeek-V3, arXiv 2412.19437): the scores of several chosen experts
-    are divided by their sum."""
+    """`softmax`, or `sigmoid` (DeepSeek-V3, arXiv 2412.19437)."""
     router_renormalise: bool = True
-    """Softmax over the chosen experts. `false`, or one expert per token: softmax over all. `sigmoid`: always `true`."""
+    """Softmax over the chosen experts. `false`: over all."""
     router_bias: bool = False
-    """Experts have biases that are added to their scores to choose them, not to weight them. `sigmoid` only. Biases of
-    a pretrained model stay as they are."""
+    """Biases choose experts but do not weight them. `sigmoid` only."""
     router_groups: int = key(0, at_least=0, at_most=2**16)
-    """Groups of experts: a token uses experts of `router_groups_per_token` only. 0: no groups."""
+    """Groups of experts, of which a token uses `router_groups_per_token`."""
     router_groups_per_token: int = key(0, at_least=0, at_most=2**16)
-    """Groups per token, of the highest sums of their two best scores. Half of `experts_per_token`."""
+    """Groups per token, half of `experts_per_token`."""
     router_scaling_factor: float = key(1.0, above=0)
     """Multiplies the weights of the chosen experts."""
     dense_layers: list[int] = key(factory=list, at_least=0)
@@ -44,12 +42,12 @@ class ExpertKeys(MlpKeys):
     shared_expert_gate: bool = False
     """A learned gate scales the shared expert's output."""
     router_balancing: str = key("seq_aux_loss", choices=("seq_aux_loss", "aux_loss", "global_aux_loss", "none"))
-    """Load balancing over each sequence (`seq_aux_loss`), the microbatch of each rank (`aux_loss`), all data-parallel
-    ranks (`global_aux_loss`), or `none`."""
+    """Load balancing over a sequence (`seq_aux_loss`), a rank's microbatch (`aux_loss`), all data-parallel ranks
+    (`global_aux_loss`), or `none`."""
     router_aux_loss: float = key(0.01, at_least=0)
-    """Weight of the load-balancing loss, relative to the mean loss of a token."""
+    """Weight of the load-balancing loss."""
     router_z_loss: float = key(0.0, at_least=0)
-    """Weight of the z-loss (ST-MoE, arXiv 2202.08906), relative to the mean loss of a token."""
+    """Weight of the z-loss (ST-MoE, arXiv 2202.08906)."""
 
     @property
     def expert_width(self) -> int:

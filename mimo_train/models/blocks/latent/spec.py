@@ -24,15 +24,15 @@ class LatentKeys(LayerKeys):
     """Keys of latent attention."""
 
     kv_lora_rank: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="no latent attention")
-    """Width of the latents of keys and values of latent attention (MLA, arXiv 2405.04434); 0: plain attention heads."""
+    """Latent attention (MLA, arXiv 2405.04434): width of the latents of keys and values; 0: plain heads."""
     q_lora_rank: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="queries without latents")
-    """Latent attention: width of the latents of queries; 0: queries are projected from hidden states."""
+    """Latent attention: width of the latents of queries; 0: none."""
     qk_nope_head_dim: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Latent attention: channels of a query or key that do not rotate."""
     qk_rope_head_dim: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Latent attention: channels of a query or key that rotate; all key heads share them."""
+    """Latent attention: channels of a query or key that rotate."""
     v_head_dim: int = key(0, at_least=0, at_most=MOST_WIDTH)
-    """Latent attention: width of a value head. At most that of a key head."""
+    """Latent attention: width of a value head."""
 
     def latent_faults(self, prefix: str) -> Iterator[Fault]:
         """Yield invalid combinations of keys; `prefix`: key of the spec."""
