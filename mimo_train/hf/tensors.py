@@ -15,13 +15,10 @@ from typing import Any
 import torch
 
 from mimo_train.config.errors import UserError
+from mimo_train.config.pretrained.weight_files import DTYPES as TORCH_NAMES
 from mimo_train.config.pretrained.weight_files import INDEX, SINGLE, packed_stacks, stored_tensors, unpacked_shape
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in TORCH_NAMES.items()}
 """Torch dtypes by their names in a header."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 8 * 2**20

@@ -9,10 +9,11 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
+
+from safetensors import SafetensorError, safe_open
 
 from data.storage.files import POINTER_ERROR, POINTER_REMEDY, is_lfs_pointer
 from mimo_train.config.errors import UserError
@@ -29,7 +30,7 @@ class Entry:
     """Offset of its first byte in the file."""
     shape: tuple[int, ...]
     dtype: str
-    """A key of SIZES."""
+    """A key of DTYPES."""
 
 
 def packed_stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, str]]:
@@ -131,14 +132,13 @@ def _named(path: Path, key: str) -> Iterator[None]:
         raise UserError(f"{key}: {read_error(path, error)}") from error
 
 
-SIZES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "F8_E4M3": 1, "F8_E5M2": 1,
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""Bytes of an element, by dtype."""
+"""dtypes that are read: torch's names, by those of safetensors."""
 MOST_BYTES = 100_000_000
-"""Maximum bytes of a header or an index; the safetensors library (0.6) has the same limit."""
-_DIMENSIONS = 16
+"""Maximum bytes of an index; the safetensors library (0.8) has the same limit for a header."""
 
 
 class Unreadable(ValueError):
@@ -175,28 +175,21 @@ def read_header(path: Path) -> dict[str, Entry]:
         OSError: it cannot be read.
     """
     require_no_pointer(path)
+    try:
+        with safe_open(path, "numpy"):  # checks dtypes, shapes and places of all tensors
+            pass
+    except SafetensorError as error:
+        raise Unreadable(f"is damaged ({error})") from error
     with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise Unreadable("is no safetensors file, or was cut short")
-        if length > MOST_BYTES:
-            raise Unreadable(f"says that its header has {length} bytes, and {MOST_BYTES} are read at most")
         header = parsed(file.read(length))
     header.pop("__metadata__", None)
-    entries, places = {}, []
-    for name, entry in header.items():
-        begin, end, entries[name] = _entry(name, entry, 8 + length, size)
-        places.append((begin, end, name))
-    at = 8 + length
-    for begin, end, name in sorted(places):
-        if begin != at:
-            raise Unreadable(f"says that {name} begins at byte {begin}, and what is before it ends at {at}")
-        at = end
-    if at != size:
-        raise Unreadable(f"has {size} bytes, and its last tensor ends at {at}")
-    return entries
+    if other := next((name for name, entry in header.items() if entry["dtype"] not in DTYPES), None):
+        raise Unreadable(f"has {other} with dtype {header[other]['dtype']}, which cannot be read")
+    return {
+        name: Entry(8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+    }
 
 
 def parsed(text: bytes) -> dict[str, Any]:
@@ -208,42 +201,6 @@ def parsed(text: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Unreadable("is damaged, it holds no mapping")
     return content
-
-
-def _entry(name: str, entry: Any, first: int, size: int) -> tuple[int, int, Entry]:
-    if not isinstance(entry, dict):
-        raise Unreadable(f"holds no tensor as {name}, but {type(entry).__name__}")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in SIZES:
-        raise Unreadable(f"has {name} with dtype {_short(dtype)}, which cannot be read")
-    if not _are_integers(shape) or len(shape) > _DIMENSIONS:
-        raise Unreadable(f"has {name} with the shape {_short(shape)}")
-    if not _are_integers(offsets) or len(offsets) != 2:
-        raise Unreadable(f"has {name} with the data_offsets {_short(offsets)}")
-    begin, end = (first + offset for offset in offsets)
-    if end > size:
-        raise Unreadable(f"has {size} bytes, and {name} ends at {end}")
-    nbytes = prod(shape) * SIZES[dtype]
-    if end - begin != nbytes:
-        raise Unreadable(f"has {end - begin} bytes of {name}, and {_short(shape)} of {dtype} takes {nbytes}")
-    return begin, end, Entry(begin, tuple(shape), dtype)
-
-
-def _are_integers(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**62 for item in value)
-
-
-def _short(value: Any) -> str:
-    """Return a value for a message; nested values may be huge."""
-    text = json.dumps(value)[:81] if not isinstance(value, (dict, list)) or len(value) < 20 else type(value).__name__
-    return text if len(text) < 81 else f"{text[:77]}..."
-
-
-_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""dtypes of safetensors, by torch's names."""
 
 
 class Unsupported(Unreadable):
@@ -285,7 +242,7 @@ def read_bin_header(path: Path) -> dict[str, Entry]:
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise Unsupported(f"holds {type(tensor).__name__} as {name!r:.80}, expected a tensor")
-        dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        dtype = next((name for name, torch_name in DTYPES.items() if tensor.dtype == getattr(torch, torch_name)), None)
         if dtype is None or not tensor.is_contiguous():
             raise Unsupported(f"has {name} as {tensor.dtype} with strides {tensor.stride()}")
         # torch records the offset of a storage in the file.

@@ -164,7 +164,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     write_adapter(tmp_path, drawn(lora), lora, LINEARS, places())
     whole = (tmp_path / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors has \d+ bytes, and .* ends at"):
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is damaged .*not fully covered"):
         read_adapter(tmp_path, LINEARS, places())
     (tmp_path / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(UserError, match=r"adapter_model\.safetensors is a Git-LFS pointer.*git lfs pull"):

@@ -1,7 +1,6 @@
 """Directories of safetensors: read range by range, and written one tensor at a time."""
 
 import json
-import os
 from zipfile import ZipFile
 
 import pytest
@@ -98,10 +97,6 @@ def cut_short(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def no_header(path):
-    path.write_bytes(b"\xff" * 20)
-
-
 def broken_header(path):
     path.write_bytes((4).to_bytes(8, "little") + b"{{{{" + b"x" * 8)
 
@@ -150,9 +145,8 @@ def no_file(path):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut_short, r"has \d+ bytes, and \w+ ends at \d+: copy it again"),
-        (no_header, "is no safetensors file, or was cut short"),
-        (broken_header, "is damaged"),
+        (cut_short, "is damaged .*not fully covered.: copy it again"),
+        (broken_header, "is damaged .*: copy it again"),
         (legacy, f"{BIN} was cut short, or is no file of torch.save since version 1.6: load it .* as safetensors"),
         (bin_cut_short, f"{BIN} was cut short"),
         (broken_pickle, f"{BIN} is damaged .*: copy it again"),
@@ -177,11 +171,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(folder):
             list(there.rows(name, 0, 1))
 
 
-def lying(path, header, data=b"\0" * 8, length=None):
-    """A file with this header, which is JSON text or what becomes it."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
-    return path
+def lying(path, header, data=b"\0" * 8):
+    """Write a file with this header."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def entry(**changes):
@@ -189,54 +182,22 @@ def entry(**changes):
 
 
 NAME = f"{PREFIX}model.layers.0.mlp.up_proj.lora_A.weight"
-LIES = [
-    (7, "holds no tensor as .*, but int"),
-    ({"dtype": "F32", "shape": [2]}, "data_offsets null"),
-    (entry(data_offsets=["0", "8"]), r'data_offsets \["0", "8"\]'),
-    (entry(data_offsets=[-8, 0]), "data_offsets"),
-    (entry(data_offsets=[0, 2**40]), r"has \d+ bytes, and .* ends at \d+"),
-    (entry(data_offsets=[4, 8], shape=[1]), r"begins at byte \d+, and what is before it ends at \d+"),
-    (entry(data_offsets=[0, 4], shape=[1]), r"has \d+ bytes, and its last tensor ends at"),
-    (entry(data_offsets=[8, 0]), "has -8 bytes of"),
-    (entry(dtype="F33"), 'with dtype "F33", which cannot be read'),
-    (entry(dtype="F64"), r"has 8 bytes of .*, and \[2\] of F64 takes 16"),
-    (entry(shape=[2**33, 4]), r"has 8 bytes of .*, and \[8589934592, 4\] of F32 takes"),
-    (entry(shape=[-2]), r"the shape \[-2\]"),
-    (entry(shape=[1.0, 2]), "the shape"),
-    (entry(shape=[1] * 99), "the shape list"),
-]
 
 
-@pytest.mark.parametrize(("lie", "said"), LIES)
-def test_a_header_that_lies_is_an_error_before_anything_is_allocated(tmp_path, lie, said):
-    lying(tmp_path / SINGLE, {NAME: lie})
-    with pytest.raises(UserError, match=rf"^modules.language.pretrained: .*{SINGLE} .*{said}.*: copy it again$"):
-        opened(tmp_path)
-    lying(tmp_path / WEIGHTS, {NAME: lie})
-    with pytest.raises(UserError, match=rf"{WEIGHTS} .*{said}.*: copy it again$"):
-        adapted_paths(tmp_path)
-
-
-def test_what_lies_above_is_read_without_the_lie(tmp_path):
-    lying(tmp_path / SINGLE, {NAME: entry(), "__metadata__": 7})
-    assert opened(tmp_path).whole(NAME).tolist() == [0.0, 0.0]
-    lying(tmp_path / WEIGHTS, {NAME: entry()})
-    assert adapted_paths(tmp_path) == ["model.layers.0.mlp.up_proj"]
-
-
-@pytest.mark.parametrize("text", [b"7", b"[1]", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xff"])
-def test_a_header_that_is_no_mapping_is_an_error(tmp_path, text):
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ([1], "is damaged .*invalid JSON"),
+        ({NAME: entry(data_offsets=[0, 2**40])}, "is damaged .*offset"),
+        ({NAME: entry(shape=[2**33, 4])}, "is damaged"),
+        ({NAME: entry(dtype="U64", shape=[1])}, f"has {NAME} with dtype U64, which cannot be read"),
+    ],
+)
+def test_a_header_that_lies_is_an_error_before_anything_is_allocated(tmp_path, header, said):
+    """The safetensors library compares the header with the file."""
     for name, read in ((SINGLE, opened), (WEIGHTS, adapted_paths)):
-        lying(tmp_path / name, text)
-        with pytest.raises(UserError, match=f"{name} is damaged"):
-            read(tmp_path)
-
-
-def test_a_header_is_not_as_long_as_its_file(tmp_path):
-    for name, read in ((SINGLE, opened), (WEIGHTS, adapted_paths)):
-        file = lying(tmp_path / name, b"", length=2 * 10**9)
-        os.truncate(file, 3 * 10**9)  # without a block on the disk
-        with pytest.raises(UserError, match=f"{name} says that its header has 2000000000 bytes"):
+        lying(tmp_path / name, header)
+        with pytest.raises(UserError, match=rf"{name} {said}.*: copy it again$"):
             read(tmp_path)
 
 
