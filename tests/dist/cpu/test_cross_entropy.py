@@ -6,8 +6,6 @@ import torch
 
 from mimo_train.cpu.kernels import cross_entropy
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, largest_difference
-from tests.dist.steps import Steps, whole
 
 TOKENS, VOCAB = 12, 50
 LABELS = torch.tensor([0, 49, 7, 7, -100, 50, -1, 3, 2, 1, 48, 20])
@@ -55,36 +53,3 @@ def test_the_gradient_is_in_the_memory_of_the_logits():
     assert made == [logits.data_ptr()] and torch.isfinite(leaf.grad).all()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.backward(gradients)
-
-
-def _curve(cfg, ours: bool) -> tuple[list[tuple], int]:
-    """(curve of three steps, losses of microbatches that were computed here)."""
-    import torch.distributed as dist
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    from mimo_train.models import language_model
-
-    calls = []
-
-    def theirs(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-        given = logits_NV.unsqueeze(1), labels_N.unsqueeze(1)
-        return vocab_parallel_cross_entropy(*given, tp_group=dist.group.WORLD).squeeze(1)
-
-    compute = cross_entropy if ours else theirs
-    language_model.cross_entropy = lambda *given: (calls.append(1), compute(*given))[1]
-    return Steps(cfg).train(3), len(calls)
-
-
-@pytest.mark.parametrize("override", ["train.logits=learned", "train.logits=all"])
-def test_runs_have_the_numbers_of_megatron_cores_loss(override, digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path / "run", digits, "run.cpu_kernels=true", "layout=one_process", override)
-    ((ours, calls),) = run_ranks(_curve, 1, cfg, True)
-    ((theirs, _),) = run_ranks(_curve, 1, cfg, False)
-    assert calls >= 3
-    assert max(largest_difference(whole([ours]), whole([theirs]))) < 1e-6
-
-
-def test_of_a_part_of_the_vocabulary_they_are_megatron_cores(digits, tmp_path):
-    parts = ("modules.language.layout.tp=2", "modules.images.layout.tp=2")
-    cfg = config("vlm_digits", tmp_path / "run", digits, "run.cpu_kernels=true", "layout=one_process", *parts)
-    assert [calls for _, calls in run_ranks(_curve, 2, cfg, True)] == [0, 0]

@@ -41,17 +41,6 @@ def _curve(cfg, ours: bool, removed: bool = False) -> tuple[list[tuple], int, in
     return curve, in_place, len(parameters)
 
 
-@pytest.mark.parametrize("overrides", [DP2, (*DP2, "optim.distributed_optimizer=false"), (*DP2, "data.pack=true")])
-def test_the_numbers_are_those_of_separate_sums(overrides, digits, tmp_path):
-    def curves(name: str, ours: bool) -> list:
-        return run_ranks(_curve, 2, config("vlm_digits", tmp_path / name, digits, *overrides), ours)
-
-    ours, theirs = curves("ours", True), curves("theirs", False)
-    assert all(in_place == every for _, in_place, every in ours)
-    assert [each[1:] for each in theirs] == [(0, ours[0][2])] * 2
-    assert max(largest_difference(*(whole([curve for curve, _, _ in each]) for each in (ours, theirs)))) < 1e-6
-
-
 def test_gradients_that_someone_removes_are_summed_all_the_same(digits, tmp_path):
     def curve(name: str, removed: bool) -> tuple:
         (found,) = run_ranks(

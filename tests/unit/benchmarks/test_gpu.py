@@ -2,14 +2,11 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from benchmarks import turns
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import sections, sizes, work
-from benchmarks.gpu_check import checks
 from benchmarks.gpu_check.jobs import Jobs, Outcome
 
 
@@ -72,46 +69,3 @@ def section(jobs, letter: str, **of_machine) -> list[sections.Row]:
     found = sections.Sections(jobs, tiny=not of_machine)
     found.machine = Outcome("ok", {"torch": "2", "gpus": [], "packages": {"transformer-engine": None}} | of_machine)
     return list(found.run(letter))
-
-
-def test_what_is_missing_is_named(jobs):
-    (row,) = section(jobs, "c", gpus=[])
-    assert (row.line.state, row.line.result) == ("skipped", checks.NO_CUDA.text)
-    (row,) = section(jobs, "g", gpus=[{"memory": 20.0, "capability": "9.0"}])
-    assert (row.line.state, row.line.result) == ("skipped", "no step of (c) was measured")
-    rows = section(jobs, "c", gpus=[{"memory": 20.0, "capability": "9.0"}])
-    assert "Transformer Engine is not installed" in rows[1].line.result
-    seven = rows[-1].line
-    assert seven.state == "skipped" and "of 92% of the device's 20" in seven.result
-
-
-def test_a_side_that_ends_by_itself_says_why(tmp_path):
-    def run(_turns):
-        raise RuntimeError("broken on purpose")
-
-    with pytest.raises(turns.SideEnded, match=r"rank 0 of ours .* ours_0.log: .*broken on purpose"):
-        turns.Side("ours", run, tmp_path)
-
-
-def test_sides_make_blocks_in_turns_and_stand_still_meanwhile(tmp_path):
-    """Each begins every other round; neither steps while the other does."""
-    order = tmp_path / "order"
-
-    def run(name, taken):
-        while True:
-            taken.before_step()
-            with order.open("a") as file:
-                file.write(name)
-
-    with turns.Side("a", partial(run, "a"), tmp_path) as one, turns.Side("b", partial(run, "b"), tmp_path) as other:
-        found = turns.take_turns([one, other], rounds=2, steps=3)
-    assert order.read_text() == "bbbaaa" + "aaabbb"
-    assert [len(found[name]) for name in ("a", "b")] == [2, 2] and all(block.memory > 0 for block in found["a"])
-
-
-def test_a_ratio_is_that_of_rounds():
-    def block(wall):
-        return turns.Block((wall, wall, wall), 1)
-
-    found = turns.ratio([block(1), block(4), block(9)], [block(1), block(2), block(3)], turns.WALL)
-    assert found.median == 2 and 1 <= found.low < 2 < found.high <= 3

@@ -4,30 +4,12 @@ import pytest
 
 from mimo_train.estimate import activations, memory, parameters
 from mimo_train.estimate.memory import Memory, in_flight
-from mimo_train.estimate.parameters import ParameterCount
 from mimo_train.layout.ranks import pipeline_stages
 from mimo_train.models.blocks.attention.spec import Attention
 from mimo_train.models.blocks.base import Layer, Share
 from mimo_train.models.blocks.mlp.spec import Mlp
 from mimo_train.preflight.check.tables import bubble
 from tests.unit.layout.sizes import EXPERTS, SMALL_LAYER, resolved
-
-
-def test_bytes_of_parameters_in_fp32():
-    count = ParameterCount(total=1000, trainable=600)
-    assert memory.parameter_memory(count, "fp32", dp=1) == Memory(weights=4000, gradients=2400, optimizer=4800)
-    assert memory.parameter_memory(count, "fp32", dp=4) == Memory(weights=4000, gradients=2400, optimizer=1200)
-
-
-def test_bytes_of_parameters_in_bf16():
-    count = ParameterCount(total=1000, trainable=600)
-    assert memory.parameter_memory(count, "bf16", dp=1) == Memory(weights=2000, gradients=2400, optimizer=7200)
-    assert memory.parameter_memory(count, "bf16", dp=4) == Memory(weights=2000, gradients=2400, optimizer=1800)
-
-
-def test_frozen_parameters_are_weights_and_nothing_else():
-    frozen = memory.parameter_memory(ParameterCount(total=1000, trainable=0), "bf16", dp=2)
-    assert frozen == Memory(weights=2000)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +78,6 @@ def test_masks_of_tokens_that_see_later_ones_by_hand(monkeypatch):
     assert memory.mask_bytes(resolved(*options, "data.pack=true", "data.pack_length=200").cfg) == 200**2 * 4
 
 
-def test_full_recompute_keeps_inputs_and_works_on_one_layer():
-    kept = resolved("layout=language_one", config="gpt_tiny")
-    (none,) = memory.stage_memory(kept, "language", 384)
-    kept.cfg.train.recompute = "full"
-    (full,) = memory.stage_memory(kept, "language", 384)
-    # One of four layers; its work is there besides.
-    assert full.memory.work - none.memory.work <= none.memory.activations // 4 < full.memory.work
-
-
 def test_work_of_a_layer_by_hand():
     # 100 tokens: gradients at both ends 2 x 8, and of both halves 2 x 16 numbers.
     assert _layer().work(Share(100, 2)) == 100 * (16 + 32) * 2
@@ -113,11 +86,6 @@ def test_work_of_a_layer_by_hand():
     # One token: the gradient of 8 x 32 weights, after three times 16 numbers are freed.
     assert _layer().work(Share(1, 2)) == (16 + 8 * 32 - 3 * 16) * 2
     assert _layer().work(Share(1, 2, frozen=True)) == (16 + 32) * 2
-
-
-def test_a_frozen_layer_keeps_no_inputs_of_its_products():
-    whole, frozen = (_layer(gated=False).kept(Share(10, 2, frozen=one)) for one in (False, True))
-    assert whole - frozen == 10 * (2 * 8 + 16) * 2
 
 
 def test_logits_count_in_their_precision_and_as_fp32_softmax():
@@ -169,15 +137,6 @@ def test_one_module_keeps_less_by_its_own_recomputation():
         stages = [memory.stage_memory(run, name, 384)[0].memory.activations for name in ("images", "language")]
         kept[own] = stages
     assert kept["full"][0] == kept["none"][0] and kept["full"][1] < kept["none"][1]
-
-
-def test_context_parallel_ranks_share_states_and_activations():
-    one = resolved("layout=language_one", config="gpt_tiny")
-    two = resolved("layout=language_cp2", config="gpt_tiny")
-    (whole,), (part,) = (memory.stage_memory(run, "language", 384) for run in (one, two))
-    assert part.memory.weights == whole.memory.weights and part.memory.gradients == whole.memory.gradients
-    assert part.memory.optimizer * 2 == whole.memory.optimizer
-    assert whole.memory.activations / 2 < part.memory.activations < whole.memory.activations  # all keys and values
 
 
 def test_a_frozen_model_trains_no_experts():
@@ -263,18 +222,6 @@ def test_memory_of_an_encoder_grows_with_images_and_shrinks_when_frozen():
     assert frozen.memory.weights == one.memory.weights
     assert frozen.memory.gradients < one.memory.gradients
     assert frozen.memory.activations < one.memory.activations
-
-
-def test_ranks_add_up_the_modules_that_share_them():
-    for choice, ranks in (("one_process", 1), ("images_tp2_language_pp2", 4)):
-        run = resolved(f"layout={choice}")
-        stages = [stage for name in run.cfg.modules for stage in memory.stage_memory(run, name, 384)]
-        by_rank = memory.rank_memory(stages)
-        assert list(by_rank) == list(range(ranks))
-        kept = sum((stage.memory.total - stage.memory.work) * len(stage.ranks) for stage in stages)
-        assert sum(rank.total - rank.work for rank in by_rank.values()) == kept
-        # They work one after the other.
-        assert max(rank.work for rank in by_rank.values()) == max(stage.memory.work for stage in stages)
 
 
 def test_a_gated_layer_with_norms_or_scales_behind_its_parts_keeps_copies_of_its_halves():

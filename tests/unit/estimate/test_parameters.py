@@ -1,39 +1,14 @@
 """Parameters of models and their parts on a rank, by hand."""
 
-import dataclasses
-import itertools
-
 import pytest
 
 from encoders.native.vit.patch_spec import VisionSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
-from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.estimate import parameters
 from mimo_train.inputs.datasets import tokenizer_of
 from tests.unit.configs import load
-from tests.unit.layout.sizes import EXPERTS, ONE_EXPERT, SMALL, SMALL_LAYER, resolved
-
-
-def test_parameters_of_a_language_model_by_hand():
-    assert parameters.language_parameters(SMALL, 10, 4) == 2 * SMALL_LAYER + 8 + 10 * 8
-    untied = dataclasses.replace(SMALL, tie_embeddings=False)
-    assert parameters.language_parameters(untied, 10, 4) == 2 * SMALL_LAYER + 8 + 2 * 10 * 8
-
-
-def test_stages_of_a_language_model_have_embeddings_first_and_output_last():
-    first, last = (parameters.language_parameters(SMALL, 10, 4, stage=stage, stages=2) for stage in (0, 1))
-    assert first == SMALL_LAYER + 10 * 8
-    assert last == SMALL_LAYER + 8 + 10 * 8  # tied: a copy of the embeddings for the output layer
-    learned = dataclasses.replace(SMALL, position="learned")
-    assert parameters.language_parameters(learned, 10, 4, stage=0, stages=2) == SMALL_LAYER + 10 * 8 + 4 * 8
-    middle = dataclasses.replace(SMALL, num_layers=3)
-    assert parameters.language_parameters(middle, 10, 4, stage=1, stages=3) == SMALL_LAYER
-
-
-def test_tensor_parallel_divides_matrices_and_tables_but_no_norms():
-    # Matrices 640 / 2 and norms 16 per layer; a table of ceil(11 / 2) rows.
-    assert parameters.language_parameters(SMALL, 11, 4, tp=2) == 2 * (320 + 16) + 8 + 6 * 8
+from tests.unit.layout.sizes import EXPERTS, ONE_EXPERT, SMALL, resolved
 
 
 def test_parameters_of_experts_by_hand():
@@ -48,35 +23,6 @@ def test_experts_are_dealt_and_cut_over_ranks():
     assert parameters.expert_parameters(EXPERTS, ep=2, etp=2) == 2 * ONE_EXPERT * 2 // 2
     assert parameters.expert_parameters(EXPERTS, stage=1, stages=2) == 4 * ONE_EXPERT
     assert parameters.expert_parameters(SMALL) == 0
-
-
-def test_one_rank_has_all_parameters():
-    """Covers every kind of language model, as its own spec counts them."""
-    kinds = {
-        "normalization": ("RMSNorm", "LayerNorm"),
-        "activation": ("swiglu", "gelu"),
-        "bias": (False, True),
-        "position": ("rope", "learned"),
-        "qk_norm": (False, True),
-        "num_query_groups": (0, 1),
-        "tie_embeddings": (True, False),
-    }
-    for values in itertools.product(*kinds.values()):
-        llm = dataclasses.replace(SMALL, **dict(zip(kinds, values, strict=True)))
-        assert parameters.language_parameters(llm, 10, 4) == _by_hand(llm, 10, 4), llm
-
-
-def _by_hand(llm: LlmSpec, vocab: int, sequence_length: int) -> int:
-    """Return the parameters of a dense model, matrix by matrix."""
-    hidden, ffn, heads = llm.hidden_size, llm.ffn_hidden_size, llm.num_attention_heads
-    qkv = hidden // heads * (heads + 2 * (llm.num_query_groups or heads))
-    up = (2 if llm.activation == "swiglu" else 1) * ffn
-    norm = 2 if llm.normalization == "LayerNorm" else 1
-    biases = qkv + hidden + up + hidden if llm.bias else 0
-    head_norms = 2 * (hidden // heads) * norm if llm.qk_norm else 0
-    layer = hidden * (qkv + hidden + up + ffn) + biases + head_norms + 2 * norm * hidden
-    tables = vocab * (1 if llm.tie_embeddings else 2) + (sequence_length if llm.position == "learned" else 0)
-    return llm.num_layers * layer + norm * hidden + tables * hidden
 
 
 def test_parameters_of_an_encoder_over_tensor_parallel_ranks():

@@ -1,6 +1,5 @@
 """Time, throughput and memory of a run."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -43,18 +42,6 @@ def test_runtime_in_every_unit(unit, total, remaining):
     )
 
 
-def test_a_resumed_job_counts_its_own_steps():
-    values = report_runtime(STATE, 1000, 16, 100, loaded_iteration=20)
-    assert values["time/remaining_estimate"] == pytest.approx(7200 / 10 * 70)
-    assert values["time/batches"] == 30
-    assert math.isnan(report_runtime(STATE, 1000, 16, 100, loaded_iteration=30)["time/remaining_estimate"])
-
-
-def test_another_unit_is_refused():
-    with pytest.raises(ValueError, match=r"log\.runtime_unit: must be seconds, minutes, hours, days or empty, is 'h'"):
-        report_runtime(STATE, 1000, 16, 100, time_unit="h")
-
-
 def test_throughput_over_the_window(monkeypatch):
     monkeypatch.setattr(runtime.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(runtime.dist, "get_world_size", lambda: 4)
@@ -70,17 +57,6 @@ def test_throughput_over_the_window(monkeypatch):
             "throughput/device/tokens_per_sec": 30,
         }
     )
-
-
-def test_throughput_while_the_batch_grows():
-    values = report_throughput(TrainConfig(global_batch_size=8), 3, 4, [9.0, 1.0, 1.0], 2, history_samples=[2, 4, 6])
-    assert values["throughput/samples_per_sec"] == 5
-    assert values["throughput/tokens_per_sec"] == 20
-
-
-def test_no_throughput_before_the_window_is_full():
-    assert report_throughput(TrainConfig(), 2, 4, [1.0, 1.0], 3) == {}
-    assert report_throughput(TrainConfig(), 9, 4, [1.0, 1.0], 3) == {}
 
 
 STATISTICS = {

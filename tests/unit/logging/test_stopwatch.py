@@ -44,21 +44,6 @@ OWN = {
 }
 
 
-def test_an_interval_pauses_the_one_around_it(clock):
-    watch = Stopwatch()
-    step(watch, clock)
-    times = watch.read_and_reset()
-    assert times == pytest.approx(OWN) and tuple(times) == INTERVALS
-    assert watch.read_and_reset() == dict.fromkeys(INTERVALS, 0.0)
-
-
-def test_times_are_means_over_steps(clock):
-    watch = Stopwatch()
-    step(watch, clock)
-    step(watch, clock, scale=3)
-    assert watch.read_and_reset() == pytest.approx({name: 2 * seconds for name, seconds in OWN.items()})
-
-
 def test_what_happens_outside_of_a_step_is_not_counted(clock):
     watch = Stopwatch()
     with watch("forward_backward"):  # an evaluation

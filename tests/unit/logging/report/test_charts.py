@@ -8,24 +8,12 @@ import pytest
 from mimo_train.logging.report.charts import (
     Series,
     chart,
-    columns,
-    linear_axis,
     smooth,
     thin,
     value_axis,
 )
 from mimo_train.logging.report.page import environment
 from tests.unit.logging.report.parsed_page import ParsedPage
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(0, 1, [0, 0.5, 1]), (0, 8, [0, 2, 4, 6, 8]), (8100, 9900, [8000, 8500, 9000, 9500, 10000])],
-)
-def test_linear_ticks_are_round_and_cover_the_range(low, high, ticks):
-    axis = linear_axis(low, high, 5)
-    assert axis.ticks == pytest.approx(ticks) and axis.low <= low and axis.high >= high
-    assert axis.place(axis.low) == 0 and axis.place(axis.high) == 1
 
 
 def test_an_axis_is_logarithmic_for_two_decades_or_a_spike():
@@ -35,19 +23,6 @@ def test_an_axis_is_logarithmic_for_two_decades_or_a_spike():
     assert not value_axis([0, 900, 1], [0, 2, 1]).log
     axis = value_axis([0.001, 5], [0.001, 5])
     assert axis.place(1e-3) == 0 and axis.place(10) == pytest.approx(1) and axis.place(0.1) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-7])
-def test_one_value_gets_an_axis_around_it(value):
-    axis = value_axis([value], [value])
-    assert axis.low <= value <= axis.high and axis.low < axis.high
-
-
-@pytest.mark.parametrize("value", [0.1, 1.2, 9213.7, -3e-5])
-def test_the_rounding_of_a_smoothed_constant_is_no_curve(value):
-    values = [value] * 500
-    axis = value_axis([*values, *smooth(values, 10)], smooth(values, 10))
-    assert axis.high - axis.low > abs(value) / 2
 
 
 def figure(drawn) -> str:
@@ -81,14 +56,6 @@ def test_a_chart_without_a_finite_value_is_none_and_gaps_are_noted():
     assert "NaN or infinite at step 2, 3." in html and "nan" not in html.split('d="', 1)[1]
 
 
-def test_columns_keep_only_the_steps_that_have_a_value():
-    lines = [{"step": 1, "a": 1.0}, {"step": 1, "b": 2.0}, {"step": 2, "a": math.nan, "note": "text"}]
-    found = columns(lines)
-    assert set(found) == {"a", "b"}
-    assert list(found["a"].steps) == [1, 2] and list(found["b"].values) == [2.0]
-    assert found["a"].last_finite() == (1, 1.0)
-
-
 def test_smoothing_keeps_a_constant_does_not_lag_and_skips_nan():
     assert smooth([3.0] * 50, 10) == pytest.approx([3.0] * 50)
     line = smooth([float(value) for value in range(201)], 10)
@@ -107,9 +74,3 @@ def test_thinning_bounds_the_points_and_keeps_every_extreme():
     assert len(points) <= 1000
     assert (123_456, 50.0) in points and (77, -50.0) in points
     assert [step for step, _ in points] == sorted(step for step, _ in points)
-
-
-def test_thinning_leaves_short_curves_alone_and_marks_gaps():
-    assert thin([1, 2, 3], [1.0, math.nan, 3.0]) == [(1, 1.0), (2, None), (3, 3.0)]
-    values = [1.0] * 4000 + [math.nan] * 4000
-    assert (5000, None) in [(step // 1000 * 1000, value) for step, value in thin(range(8000), values)]

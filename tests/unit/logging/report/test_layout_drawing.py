@@ -4,37 +4,14 @@ import copy
 
 from mimo_train.config.compose import load
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.layout.run import resolve
-from mimo_train.logging.report.layout_drawing import coordinates, layout_drawing
+from mimo_train.logging.report.layout_drawing import layout_drawing
 from mimo_train.logging.report.page import environment
 from tests.unit.logging.report.parsed_page import ParsedPage
 
 
 def drawn(run) -> ParsedPage:
     return ParsedPage(environment().get_template("layout.html.j2").module.layout_drawing(layout_drawing(run)))
-
-
-def test_coordinates_count_tp_first_then_cp_dp_pp():
-    module = ModuleLayout("language", tp=2, pp=2, dp=3, cp=2, ep=1, sp=False, first_rank=4)
-    seen = [tuple(coordinates(module, rank)[axis] for axis in ("pp", "dp", "cp", "tp")) for rank in module.ranks]
-    assert seen == sorted(set(seen)) and len(seen) == 24
-    assert coordinates(module, 4 + 1) == {"tp": 1, "cp": 0, "dp": 0, "pp": 0}
-    assert coordinates(module, 4 + 2) == {"tp": 0, "cp": 1, "dp": 0, "pp": 0}
-    assert coordinates(module, 4 + 4) == {"tp": 0, "cp": 0, "dp": 1, "pp": 0}
-    assert coordinates(module, 4 + 12) == {"tp": 0, "cp": 0, "dp": 0, "pp": 1}
-
-
-def test_disjoint_modules_are_boxes_of_their_own_with_an_arrow():
-    page = drawn(resolve(load("vlm_digits", ["layout=images_tp2_language_pp2"])))
-    assert "rank 0 tp 0 · pp 0 · dp 0 rank 1 tp 1 · pp 0 · dp 0" in page.words
-    assert "rank 2 tp 0 · pp 0 · dp 0 rank 3 tp 0 · pp 1 · dp 0" in page.words
-    assert len(page.all("div", "arrow")) == 1
-
-
-def test_shared_modules_stand_in_one_box():
-    page = drawn(resolve(load("vlm_digits", ["layout=one_process"])))
-    assert "rank 0 images tp 0 · pp 0 · dp 0 ↓ language tp 0 · pp 0 · dp 0" in page.words and "rank 1" not in page.words
 
 
 def test_encoders_apart_and_on_the_first_stage_idle_ranks_and_nodes_are_drawn():

@@ -8,12 +8,6 @@ from mimo_train.logging.report.run_summary import Number, evaluation_table, head
 from tests.unit.configs import load
 
 
-def test_only_what_was_measured_is_a_number():
-    assert headline({}, 10) == []
-    data = columns([{"step": 10, "consumed_samples": 320}])
-    assert headline(data, 10) == [Number("Steps", "10", ""), Number("Samples", "320", "seen in training")]
-
-
 def test_the_last_finite_evaluation_counts():
     lines = [{"step": 5, "eval/loss": 0.5}, {"step": 10, "eval/loss": math.nan}]
     assert headline(columns(lines), 10) == [Number("Held-out loss", "0.5000", "step 5")]
@@ -58,12 +52,3 @@ def test_a_missing_value_of_the_table_is_empty():
         ("3,000", ["inf", "", "1,512", "", ""]),
     ]
     assert table.evaluations == 3
-
-
-def test_there_is_no_table_without_evaluations():
-    assert evaluation_table(columns([{"step": 1, "lm loss": 1.0}])) is None
-
-
-def test_only_the_last_evaluations_are_rows():
-    table = evaluation_table(columns({"step": step, "eval/loss": 1.0} for step in range(1, 121)))
-    assert (len(table.rows), table.rows[-1][0], table.evaluations) == (50, "120", 120)
