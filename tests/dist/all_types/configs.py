@@ -158,9 +158,19 @@ FIXES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h_omni": {"text_config.n_groups": 2},
     "paligemma": {"vision_config.patch_size": 16, "vision_config.image_size": 224},
+    "qwen2_5_omni": {"thinker_config.text_config.rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    "qwen3_omni_moe": {
+        "thinker_config.text_config.rope_parameters": ROPE | {"mrope_section": [2, 3, 3]},
+        "talker_config.text_config.shared_expert_intermediate_size": 32, "talker_config.spatial_merge_size": 2,
+    },
     "qwen4_exp": {**_mrope(2, 3, 3), **{f"text_config.{key}": value for key, value in _INDEXER.items()}},
     "shieldgemma2": {"mm_tokens_per_image": 16},
     "step3p7": {"text_config.sliding_window": 512},
+    "vibevoice_asr": {
+        f"{name}_tokenizer_encoder_config.{key}": value
+        for name in ("acoustic", "semantic")
+        for key, value in (("num_filters", 4), ("depths", [1] * 7), ("vae_std", 0.0))  # noise would differ
+    },
     "vipllava": {"vision_feature_layers": [-2, -1]},
 }  # fmt: skip
 """Values by type and key, with the keys of parts before a dot."""

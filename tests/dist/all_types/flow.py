@@ -82,6 +82,8 @@ def make(kind: str, folder: Path) -> str:
             elif "embed_positions" in name:  # as checkpoints have them
                 value.copy_(sinusoids(*value.shape))
     model.save_pretrained(folder / "model")
+    if kind == "qwen2_5_omni":
+        torch.save({}, folder / "model" / "spk_dict.pt")  # of voices
     if processor is not None:
         processor.save_pretrained(folder / "model")
     members: list[tuple[str, bytes]] = []
@@ -198,9 +200,13 @@ def outcome(kind: str, folder: Path) -> Outcome | str:
     again.session.close()
     code, text = command(["export", str(checkpoint), "--to", str(folder / "out")])
     assert code == 0, text
-    model, info = _class(folder / "out", kind).from_pretrained(
-        folder / "out", dtype=torch.float32, output_loading_info=True
+    built = _class(kind)
+    if "from_pretrained" in vars(built):  # reads further files
+        built.from_pretrained(folder / "out")
+    model, info = transformers.PreTrainedModel.from_pretrained.__func__(
+        built, folder / "out", dtype=torch.float32, output_loading_info=True
     )
+    model = getattr(model, "thinker", model)  # that speaks too
     gaps, alike = [], []
     for number, batch in enumerate(_inputs(folder / "out", medium, ids)):
         length = batch["input_ids"].size(1)
@@ -221,7 +227,7 @@ def _as_float(value: Any) -> Any:
     return value.float() if hasattr(value, "is_floating_point") and value.is_floating_point() else value
 
 
-def _class(folder: Path, kind: str) -> Any:
+def _class(kind: str) -> Any:
     import transformers
 
     from mimo_train.config.transformers_llm import causal_classes

@@ -46,7 +46,8 @@ LENGTHS = {"gemma3": 16, "paligemma": 196, "shieldgemma2": 16}
 """Tokens of an image that a processor takes from its image processor, by type."""
 MARKS = {"hunyuan_vl": "<|image_start|><|image|><|image_end|>"}
 """What a chat template writes for an image, where it is not the processor's token."""
-MARKS |= dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), "<|vision_bos|><|image|><|vision_eos|>")
+_OMNI = ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker")
+MARKS |= dict.fromkeys(_OMNI, "<|vision_bos|><|image|><|vision_eos|>")
 MARKS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|vision_start|><|image_pad|><|vision_end|>")
 
 
@@ -116,7 +117,7 @@ def tiny_processor(kind: str, config: Any, strings: tuple[str, ...] = ()) -> Any
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = CLASSES.get(kind) or PROCESSOR_MAPPING_NAMES.get(kind) or PROCESSOR_MAPPING_NAMES[ALIKE[kind]]
-    built = getattr(transformers, name)
+    built, config = getattr(transformers, name), getattr(config, "thinker_config", config)
     source, parts = _source(built), {}
     for attribute in built.get_attributes():
         if "tokenizer" in attribute:
@@ -215,10 +216,18 @@ def _of_molmo(values: dict[str, Any], ids: Any) -> None:
     values |= {f"{name}_token_id": ids(token) for name, token in zip(names, tokens, strict=True)}
 
 
+def _of_gemma(values: dict[str, Any], ids: Any) -> None:
+    values["image_token_index"] = ids("<|image|>")  # that of its processor is the start of an image
+
+
 FURTHER = {
+    "gemma3": _of_gemma,
     "llama4": lambda values, ids: values.update(image_token_index=ids("<|patch|>")),
     "molmo2": _of_molmo,
+    "qwen2_5_omni": _of_omni,
     "qwen2_5_omni_thinker": _of_omni,
+    "qwen3_omni_moe": _of_omni,
     "qwen3_omni_moe_thinker": _of_omni,
+    "shieldgemma2": _of_gemma,
 }
 """Further ids of tokens, by type."""

@@ -30,9 +30,7 @@ PACKAGES = {
 NOT_RUN = dict.fromkeys(
     "blip-2 deepseek_ocr2 dots3_note dots3_note_text fuyu nemo_speechlm perception_lm unlimited_ocr".split(),
     "no sizes fit yet",
-) | {
-    "vibevoice_asr": "has 688 million parameters at least",
-}
+)
 """Types of which a tiny model cannot be made, and why."""
 
 
