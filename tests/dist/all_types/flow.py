@@ -86,12 +86,13 @@ def make(kind: str, folder: Path) -> str:
         torch.save({}, folder / "model" / "spk_dict.pt")  # of voices
     if processor is not None:
         processor.save_pretrained(folder / "model")
+    rate = processor._audio_processor.sampling_rate if medium == "audio" else 0
     members: list[tuple[str, bytes]] = []
     for number, (parts, answer) in enumerate(samples_of(medium)):
         messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
         members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
         for at, part in enumerate(part for part in parts if isinstance(part, tuple)):
-            members.append((f"{number}.{at}.{'wav' if medium == 'audio' else 'png'}", file_of(part)))
+            members.append((f"{number}.{at}.{'wav' if medium == 'audio' else 'png'}", file_of(part, rate)))
     write_tar(folder / "samples.tar", members)
     return medium
 

@@ -62,14 +62,14 @@ def clip(samples: int) -> np.ndarray:
     return np.random.default_rng(samples).integers(-9000, 9000, samples).astype(np.float32) / 32768
 
 
-def file_of(size: tuple[int, ...]) -> bytes:
-    """An image file of (height, width), or a sound file of (samples,)."""
+def file_of(size: tuple[int, ...], rate: int = 16000) -> bytes:
+    """An image file of (height, width), or a sound file of (samples,) at `rate` samples per second."""
     buffer = io.BytesIO()
     if len(size) == 2:
         image(*size).save(buffer, "PNG")
         return buffer.getvalue()
     with wave.open(buffer, "wb") as file:
-        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.setparams((1, 2, rate, 0, "NONE", ""))
         file.writeframes((clip(*size) * 32768).astype(np.int16).tobytes())
     return buffer.getvalue()
 
