@@ -35,7 +35,7 @@ of several parts in transformers 5.23."""
 LAYERS, AXES, BLOCKS, *_ = SPECIAL
 TILES_ALONE = "cuts an image into tiles only where a sample has no other, and its processor is called for each image"
 
-BIDIRECTIONAL = {"gemma3": "items", "paligemma": "prefix", "shieldgemma2": "items"}
+BIDIRECTIONAL = {"gemma3": "items", "paligemma": "prefix"}
 """Which tokens see each other, see `EncoderSpec.bidirectional`. Under a window, tokens of an item see only those inside
 it; a prefix is seen whole."""
 

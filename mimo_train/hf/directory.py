@@ -21,8 +21,10 @@ from mimo_train.inputs.datasets import placeholders_of
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of dtypes in `transformers`, by ours."""
-COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md", "LICENSE*", "NOTICE*")
-COPIED += ("spk_dict.pt",)
+COPIED = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md", "LICENSE*", "NOTICE*"),
+    "spk_dict.pt",
+)
 """Files of the source directory that belong to a model in addition to its weights. Qwen2.5-Omni's class reads its
 voices in spk_dict.pt."""
 PROCESSOR = "processor_config.json"

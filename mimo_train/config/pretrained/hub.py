@@ -39,8 +39,10 @@ WAIT_SECONDS = 7200.0
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
-_SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "*.md", "LICENSE*", "NOTICE*")
-_SMALL += ("spk_dict.pt",)  # Qwen2.5-Omni's voices
+_SMALL = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "*.md", "LICENSE*", "NOTICE*"),
+    "spk_dict.pt",  # Qwen2.5-Omni's voices
+)
 """Files of a model except its weights; those in folders are other formats of the same model."""
 _TOKENIZER = "data.tokenizer"
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -24,6 +24,7 @@ MEDIA = _by_type(
         "has a language model without get_input_embeddings": "nemotron_h_omni",
         "has other text around images of other sizes": "granite_docling step3p7",
         "predicts actions": "pi0",
+        "gives scores of two answers instead of logits": "shieldgemma2",
         "reads proteins": "evolla",
     }
 )

@@ -164,7 +164,6 @@ FIXES: dict[str, dict[str, Any]] = {
         "talker_config.text_config.shared_expert_intermediate_size": 32, "talker_config.spatial_merge_size": 2,
     },
     "qwen4_exp": {**_mrope(2, 3, 3), **{f"text_config.{key}": value for key, value in _INDEXER.items()}},
-    "shieldgemma2": {"mm_tokens_per_image": 16},
     "step3p7": {"text_config.sliding_window": 512},
     "vibevoice_asr": {
         f"{name}_tokenizer_encoder_config.{key}": value

@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "perception_lm": {"processor": {"patch_size": 14}},
 }  # fmt: skip
 """Arguments of a processor and its parts, by type."""
-LENGTHS = {"gemma3": 16, "paligemma": 196, "shieldgemma2": 16}
+LENGTHS = {"gemma3": 16, "paligemma": 196}
 """Tokens of an image that a processor takes from its image processor, by type."""
 MARKS = {"hunyuan_vl": "<|image_start|><|image|><|image_end|>"}
 """What a chat template writes for an image, where it is not the processor's token."""
@@ -228,6 +228,5 @@ FURTHER = {
     "qwen2_5_omni_thinker": _of_omni,
     "qwen3_omni_moe": _of_omni,
     "qwen3_omni_moe_thinker": _of_omni,
-    "shieldgemma2": _of_gemma,
 }
 """Further ids of tokens, by type."""
