@@ -1,7 +1,12 @@
 """Helpers that readers of pretrained encoders share: values of `transformers`' config files."""
 
+import ast
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from encoders.base import LayeredSpec
@@ -37,6 +42,19 @@ RESAMPLE = {2: "bilinear", 3: "bicubic"}
 
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+PIXELS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+"""Defaults of the preprocessors of all vision towers."""
+CROPPED_224 = PIXELS | {
+    "size": {"shortest_edge": 224},
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+    "resample": 3,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+}
+"""Defaults of the preprocessors of CLIP and DINOv2."""
 
 
 class ConfigFile:
@@ -78,6 +96,38 @@ class ConfigFile:
         for key, value in values.items():
             if self.get(key) != value:
                 raise EncoderError(f"{self.name}: {key} is {self.get(key)!r}, and only {value!r} can be built")
+
+
+@cache
+def class_defaults(model_type: str) -> Mapping[str, Any]:
+    """Return the defaults that the config class of a model type declares as plain values. Its source is read, since
+    importing a class takes 5 seconds, and torch. Raise EncoderError if the installed `transformers` has none."""
+    spec = find_spec("transformers")
+    if spec is not None and spec.origin is not None:
+        folder, name = Path(spec.origin).parent / "models", model_type
+        while name:  # the classes of the parts of a model are in its file
+            for file in sorted((folder / name).glob("configuration_*.py")):
+                if model_type in (classes := _classes(file)):
+                    return classes[model_type]
+            name = name.rpartition("_")[0]
+    raise EncoderError(f"the installed transformers has no config class for model_type {model_type!r}")
+
+
+@cache
+def _classes(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the defaults of the config classes of a file, by model type."""
+    classes = {}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            values: dict[str, Any] = {}
+            for entry in node.body:
+                if isinstance(entry, ast.Assign | ast.AnnAssign) and entry.value is not None:
+                    target = entry.target if isinstance(entry, ast.AnnAssign) else entry.targets[0]
+                    with suppress(Exception):  # plain values and their products have no names
+                        value = eval(compile(ast.Expression(entry.value), str(file), "eval"), {"__builtins__": {}})
+                        values[ast.unparse(target)] = value
+            classes[values.get("model_type", node.name)] = values
+    return classes
 
 
 def part_of(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
@@ -140,6 +190,17 @@ def image_values(
             f"{file.name}: images of {square[0]} x {square[0]} pixels, and config.json has image_size {image_size}"
         )
     return values | {"image_size": square[0]}
+
+
+def tower_sizes(file: ConfigFile) -> dict[str, Any]:
+    """Return the size fields that the config.json of all towers over patches names alike."""
+    return {
+        "patch_size": file.side("patch_size"),
+        "hidden_size": file["hidden_size"],
+        "num_layers": file["num_hidden_layers"],
+        "num_attention_heads": file["num_attention_heads"],
+        "layernorm_epsilon": file["layer_norm_eps"],
+    }
 
 
 def tower_config(spec: LayeredSpec, **further: Any) -> dict[str, Any]:

@@ -14,14 +14,11 @@ from encoders.base import EncoderSpec
 from encoders.errors import EncoderError
 from encoders.joined.spec import JoinedSpec
 from encoders.key_rules import nearest
-from encoders.native.clip.spec import ClipSpec
+from encoders.native.clip.spec import ClipSpec, Siglip2Spec, SiglipSpec
 from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
-from encoders.native.qwen3_vit.spec import Qwen3VitSpec
-from encoders.native.qwen_audio.spec import QwenAudioSpec
-from encoders.native.qwen_vit.spec import QwenVitSpec
-from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
+from encoders.native.qwen_vit.spec import Qwen3VitSpec, QwenVitSpec
 from encoders.native.vit.patch_spec import VisionSpec
-from encoders.native.whisper.spec import WhisperSpec
+from encoders.native.whisper.spec import QwenAudioSpec, WhisperSpec
 from encoders.plain.spec import PlainSpec
 from encoders.transformers_media.spec import MediaAudio, MediaImages
 from encoders.transformers_media.tower_spec import TowerAudio, TowerImages
@@ -117,8 +114,8 @@ FAMILIES: dict[str, Family] = {
     "vit": Family(
         spec=VisionSpec,
         builder=_PATCHES,
-        weights="encoders.native.siglip.weights:weight_map",
-        writer="encoders.native.siglip.weights:published",
+        weights="encoders.native.clip.weights:weight_map",
+        writer="encoders.native.clip.weights:published_siglip",
     ),
     "clip": Family(
         spec=ClipSpec,
@@ -130,16 +127,16 @@ FAMILIES: dict[str, Family] = {
     "siglip": Family(
         spec=SiglipSpec,
         builder=_PATCHES,
-        readers=dict.fromkeys(("siglip", "siglip_vision_model"), "encoders.native.siglip.weights:read"),
-        weights="encoders.native.siglip.weights:weight_map",
-        writer="encoders.native.siglip.weights:published",
+        readers=dict.fromkeys(("siglip", "siglip_vision_model"), "encoders.native.clip.weights:read_siglip"),
+        weights="encoders.native.clip.weights:weight_map",
+        writer="encoders.native.clip.weights:published_siglip",
     ),
     "siglip2": Family(
         spec=Siglip2Spec,
         builder=_PATCHES,
-        readers=dict.fromkeys(("siglip2", "siglip2_vision_model"), "encoders.native.siglip.weights:read_native"),
-        weights="encoders.native.siglip.weights:weight_map",
-        writer="encoders.native.siglip.weights:published_native",
+        readers=dict.fromkeys(("siglip2", "siglip2_vision_model"), "encoders.native.clip.weights:read_siglip2"),
+        weights="encoders.native.clip.weights:weight_map",
+        writer="encoders.native.clip.weights:published_siglip2",
     ),
     "dinov2": Family(
         spec=Dinov2Spec,
@@ -163,12 +160,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_vit": Family(
         spec=Qwen3VitSpec,
-        builder="encoders.native.qwen3_vit.model:Qwen3VisionTransformer",
+        builder="encoders.native.qwen_vit.model:Qwen3VisionTransformer",
         readers=dict.fromkeys(
             ("qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"),
-            "encoders.native.qwen3_vit.weights:read",
+            "encoders.native.qwen_vit.weights:read_3",
         ),
-        weights="encoders.native.qwen3_vit.weights:weight_map",
+        weights="encoders.native.qwen_vit.weights:weight_map_3",
     ),
     "whisper": Family(
         spec=WhisperSpec,
@@ -179,9 +176,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen_audio": Family(
         spec=QwenAudioSpec,
-        builder="encoders.native.qwen_audio.model:QwenAudioEncoder",
-        readers={"qwen2_audio_encoder": "encoders.native.qwen_audio.weights:read"},
-        weights="encoders.native.qwen_audio.weights:weight_map",
+        builder="encoders.native.whisper.model:QwenAudioEncoder",
+        readers={"qwen2_audio_encoder": "encoders.native.whisper.weights:read_qwen_audio"},
+        weights="encoders.native.whisper.weights:weight_map_qwen_audio",
     ),
     "joined": Family(spec=JoinedSpec, builder="encoders.joined.model:JoinedEncoder"),
     "media_images": Family(spec=MediaImages, builder=MediaImages.builder),

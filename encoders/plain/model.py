@@ -15,8 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from encoders.errors import EncoderError
+from encoders.native.vit.patches import merge_patches
 from encoders.plain.spec import AudioSpec, ImageSpec, PlainSpec
-from encoders.projectors.merge import merge_patches
 from encoders.staged import Size, by_size, stacked
 
 LARGEST_MISCOUNT = 0.1

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from encoders.native.vit.patches import merge_patches
 from encoders.plain.model import PlainEncoder
-from encoders.projectors.merge import merge_patches
 from encoders.transformers_media.model import Item, MediaEncoder, MediaHalf
 from encoders.transformers_media.tower_reader import rates_of, states, tower, tower_config
 from encoders.transformers_media.tower_spec import AutoTowerSpec

@@ -8,8 +8,8 @@ import dataclasses
 from contextlib import suppress
 from typing import Any
 
-from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
+from encoders.pretrained import class_defaults
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec, RopeScaling
 from mimo_train.config.parts import LANGUAGE

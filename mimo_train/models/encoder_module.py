@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia
 from encoders.initial_weights import drawn
+from encoders.native.vit.model import lines_of_tiles
 from encoders.native.vit.tiles import Tiling
-from encoders.projectors.merge import lines_of_tiles
 from encoders.projectors.resampler import PerceiverResampler
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.parts import PARTS

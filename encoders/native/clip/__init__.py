@@ -1,1 +1,1 @@
-"""Vision towers of CLIP."""
+"""Vision towers of CLIP, SigLIP and SigLIP 2."""

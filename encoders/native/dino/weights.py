@@ -6,34 +6,26 @@ from math import prod
 from typing import Any
 
 from encoders.base import GATED
-from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
 from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules, unread
 from encoders.pretrained import (
-    CLIP_MEAN,
-    CLIP_STD,
+    CROPPED_224,
     IMAGENET_MEAN,
     IMAGENET_STD,
+    PIXELS,
     ConfigFile,
     Published,
+    class_defaults,
     image_values,
     preprocessor_config,
     tower_config,
+    tower_sizes,
     unread_norm,
 )
 from encoders.weight_map import WeightMap, same
 
-_PIXELS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
-_PREPROCESSING = _PIXELS | {
-    "size": {"shortest_edge": 224},
-    "do_center_crop": True,
-    "crop_size": {"height": 224, "width": 224},
-    "resample": 3,
-    "image_mean": CLIP_MEAN,
-    "image_std": CLIP_STD,
-}
-_PREPROCESSING_3 = _PIXELS | {
+_PREPROCESSING_3 = PIXELS | {
     "size": {"height": 224, "width": 224},
     "resample": 2,
     "image_mean": IMAGENET_MEAN,
@@ -73,14 +65,15 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
     file.require(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     activation = GATED if file["use_swiglu_ffn"] else file.activation()
     side = file.side("image_size")
-    images = image_values(preprocessor, _PREPROCESSING, side, any_size=True)
+    images = image_values(preprocessor, CROPPED_224, side, any_size=True)
     return {
         "family": "dinov2",
         "ffn_hidden_size": _ffn_size(file["hidden_size"], file["mlp_ratio"], activation),
         "activation": activation,
         "position_size": side // file.side("patch_size") * file.side("patch_size"),
         "register_tokens": file["num_register_tokens"] if with_registers else 0,
-        **_values(file),
+        "layer_scale": float(file["layerscale_value"]),
+        **tower_sizes(file),
         **images,
     }
 
@@ -102,19 +95,9 @@ def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[s
         "activation": activation,
         "rotary_base": file["rope_theta"],
         "register_tokens": file["num_register_tokens"],
-        **_values(file),
-        **images,
-    }
-
-
-def _values(file: ConfigFile) -> dict[str, Any]:
-    return {
-        "patch_size": file.side("patch_size"),
-        "hidden_size": file["hidden_size"],
-        "num_layers": file["num_hidden_layers"],
-        "num_attention_heads": file["num_attention_heads"],
-        "layernorm_epsilon": file["layer_norm_eps"],
         "layer_scale": float(file["layerscale_value"]),
+        **tower_sizes(file),
+        **images,
     }
 
 

@@ -1,1 +1,1 @@
-"""The vision transformer of Qwen2.5-VL."""
+"""The vision transformers of Qwen2.5-VL and Qwen3-VL."""

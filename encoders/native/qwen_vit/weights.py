@@ -1,15 +1,15 @@
-"""The vision transformer of Qwen2.5-VL in a directory of `transformers`: config, and weights by name."""
+"""The vision transformers of Qwen2.5-VL and Qwen3-VL in a directory of `transformers`: config, and weights by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from encoders.base import GATED
-from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
-from encoders.native.qwen_vit.spec import QwenVitSpec
+from encoders.native.qwen_vit.spec import Qwen3VitSpec, QwenVitSpec
 from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules
-from encoders.pretrained import CLIP_MEAN, CLIP_STD, ConfigFile, image_values, part_of
-from encoders.weight_map import WeightMap, same, with_biases
+from encoders.pretrained import CLIP_MEAN, CLIP_STD, PIXELS, ConfigFile, class_defaults, image_values, part_of
+from encoders.weight_map import Rule, WeightMap, same, with_biases
 
 _LAYERS = LayerNames(
     at="blocks.{}.",
@@ -22,13 +22,11 @@ _LAYERS = LayerNames(
     norms=("norm1", "norm2"),
     fused=True,
 )
-_PREPROCESSING = {
-    "do_resize": True,
+_LAYERS_3 = replace(_LAYERS, up=("mlp.linear_fc1",), down="mlp.linear_fc2")
+_PREFIXES_3 = ("model.visual.", "visual.", "")
+_PREPROCESSING = PIXELS | {
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
     "resample": 3,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
     "patch_size": 14,
@@ -43,19 +41,24 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
     file.require(in_channels=3, temporal_patch_size=2)
     if file.activation() != "silu":
         raise EncoderError(f"config.json: hidden_act is {file['hidden_act']!r}, and only silu can be built")
-    rope = file["rope_parameters"] or {}
     return {
         "family": "qwen_vit",
-        "patch_size": file.side("patch_size"),
         "window_size": file["window_size"],
         "full_attention": list(file["fullatt_block_indexes"]),
+        **_sizes(file),
+        "activation": GATED,
+        **preprocessing(preprocessor, file.side("patch_size"), file["spatial_merge_size"]),
+    }
+
+
+def _sizes(file: ConfigFile) -> dict[str, Any]:
+    return {
+        "patch_size": file.side("patch_size"),
         "hidden_size": file["hidden_size"],
         "num_layers": file["depth"],
         "num_attention_heads": file["num_heads"],
         "ffn_hidden_size": file["intermediate_size"],
-        "activation": GATED,
-        "rotary_base": float(rope.get("rope_theta", 10000.0)),
-        **preprocessing(preprocessor, file.side("patch_size"), file["spatial_merge_size"]),
+        "rotary_base": float((file["rope_parameters"] or {}).get("rope_theta", 10000.0)),
     }
 
 
@@ -94,3 +97,51 @@ def merger_map(width: int, language_width: int) -> WeightMap:
     sizes = {"encoder.linear_fc1": ("merger.mlp.0", width), "encoder.linear_fc2": ("merger.mlp.2", language_width)}
     rules = with_biases(same(f"{ours}.weight", f"{name}.weight", rows) for ours, (name, rows) in sizes.items())
     return WeightMap(tuple(rules), prefixes=("visual.", "model.visual.", ""))
+
+
+def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """Read Qwen3-VL or its vision part; see `encoders.registry.Family.read`."""
+    file = ConfigFile("config.json", part_of(config, "vision_config"), class_defaults("qwen3_vl_vision"))
+    file.require(in_channels=3, temporal_patch_size=2)
+    positions = file["num_position_embeddings"]
+    side = round(positions**0.5)
+    if side**2 != positions:
+        raise EncoderError(f"config.json: num_position_embeddings is {positions}, which is no square")
+    patch = file.side("patch_size")
+    return {
+        "family": "qwen3_vit",
+        "image_size": side * patch,
+        **_sizes(file),
+        "activation": file.activation(),
+        "deepstack": list(file["deepstack_visual_indexes"]),
+        "deepstack_width": file["out_hidden_size"],
+        "merge_size": file["spatial_merge_size"],
+        **(preprocessing(preprocessor, patch, file["spatial_merge_size"]) if preprocessor else {}),
+    }
+
+
+def weight_map_3(spec: Qwen3VitSpec) -> WeightMap:
+    """See `encoders.registry.Family.weight_map`. The patch merger's norm is the encoder's last. Its two linear layers
+    belong to the projector."""
+    rules = [
+        *patch_rules(spec, "patch_embed.proj"),
+        same("position_embedding", "pos_embed.weight", (spec.image_size // spec.patch_size) ** 2),
+        *layer_rules(spec, _LAYERS_3),
+        *norm_rules("layers.final_layernorm", "merger.norm", spec.hidden_size),
+    ]
+    width = spec.merged_width
+    for number in range(len(spec.deepstack)):
+        ours, theirs = f"deepstack.{number}.", f"deepstack_merger_list.{number}."
+        rules += norm_rules(f"{ours}norm", f"{theirs}norm", width)
+        rules += _linears(ours, theirs, width, spec.deepstack_width)
+    return WeightMap(tuple(rules), prefixes=_PREFIXES_3)
+
+
+def merger_map_3(width: int, language_width: int) -> WeightMap:
+    """See `encoders.native.qwen_vit.weights.merger_map`."""
+    return WeightMap(tuple(_linears("encoder.", "merger.", width, language_width)), prefixes=_PREFIXES_3)
+
+
+def _linears(ours: str, theirs: str, width: int, language_width: int) -> Iterator[Rule]:
+    sizes = {"linear_fc1": width, "linear_fc2": language_width}
+    yield from with_biases(same(f"{ours}{name}.weight", f"{theirs}{name}.weight", rows) for name, rows in sizes.items())

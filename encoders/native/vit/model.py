@@ -17,7 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from encoders.initial_weights import bare_layer, draw_weights, drawn
 from encoders.native.vit.patch_spec import PatchSpec
 from encoders.native.vit.patches import Grid, gather_patches, token_by_token
-from encoders.native.vit.positions import position_taps, relative_angles
+from encoders.native.vit.positions import interpolate, position_taps, relative_angles
+from encoders.native.vit.tiles import Tiling
 from encoders.native.vit.tower import TowerSpec
 from encoders.staged import Size, StagedEncoder, to_device
 
@@ -170,3 +171,35 @@ def _normal(shape: tuple[int, ...], config: TransformerConfig) -> torch.nn.Param
 
 def _channels(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1)
+
+
+def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: torch.Tensor) -> torch.Tensor:
+    """Arrange the features of tiled images as lines.
+
+    Args:
+        features: [rows, H], image by image: first of the whole image's tile, then of the other tiles in row order, each
+            [side^2, H].
+        tilings: tiling of each image.
+        newline: the row after a line, [H].
+
+    Returns:
+        [sum of `Tiling.tokens`, H], in the order of the images.
+    """
+    images = features.split([item.tiles * item.side**2 for item in tilings])
+    newline = newline.to(features.dtype)
+    return torch.cat([_lines_of_image(rows, tiling, newline) for rows, tiling in zip(images, tilings, strict=True)])
+
+
+def _lines_of_image(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Tensor:
+    thumbnail, tiles = rows.split([tiling.side**2, len(rows) - tiling.side**2])
+    if not tiling.rows:
+        return torch.cat([thumbnail, newline[None]])
+    canvas = tiles.view(tiling.rows, tiling.columns, tiling.side, tiling.side, -1).transpose(1, 2)
+    canvas_RCH = canvas.reshape(tiling.rows * tiling.side, tiling.columns * tiling.side, -1)
+    inner = tiling.inner
+    lines_RCH = canvas_RCH[tiling.top : tiling.top + inner[0], tiling.left : tiling.left + inner[1]]
+    if tiling.pooled:
+        # One matrix per axis: the gradient of torch's interpolation is not deterministic on CUDA.
+        lines_RCH = interpolate(lines_RCH, *tiling.pooled, "bilinear")
+    ends = newline.expand(len(lines_RCH), 1, -1)
+    return torch.cat([thumbnail, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])

@@ -1,4 +1,4 @@
-"""Patches of images of any sizes: their order, and their pixels.
+"""Patches of images of any sizes: their order, their pixels, and squares of them as tokens.
 
 Shape suffixes: N images, P patches of all images, C channels, R rows and L columns of patches, A side of a patch in
 pixels.
@@ -65,3 +65,20 @@ def gather_patches(
     within = torch.arange(max(channels, side), device=lines.device)
     numbers_PCA = start + channel_step * within[:channels, None] + row_step * within[:side]
     return lines.index_select(0, numbers_PCA.flatten()).view(-1, channels, side, side)
+
+
+def merge_patches(features_NPH: torch.Tensor, rows: int, columns: int, merge: int) -> torch.Tensor:
+    """Join each `merge` x `merge` square of patches.
+
+    Args:
+        features_NPH: features of `rows` x `columns` patches, row by row, [N, rows * columns, H].
+        merge: side of the square; must divide rows and columns.
+
+    Returns:
+        [N, rows * columns / merge^2, H * merge^2]; the square's features are concatenated row by row.
+    """
+    if merge == 1:
+        return features_NPH
+    images, _, hidden = features_NPH.shape
+    squares = features_NPH.reshape(images, rows // merge, merge, columns // merge, merge, hidden)
+    return squares.permute(0, 1, 3, 2, 4, 5).reshape(images, -1, merge * merge * hidden)

@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from encoders.class_defaults import class_defaults
 from encoders.errors import EncoderError
 from encoders.native.vit.weights import LayerNames, layer_rules, norm_rules
-from encoders.native.whisper.spec import WhisperSpec
-from encoders.pretrained import ConfigFile, Published, tower_config
+from encoders.native.whisper.spec import QwenAudioSpec, WhisperSpec
+from encoders.pretrained import ConfigFile, Published, class_defaults, tower_config
 from encoders.weight_map import WeightMap, same, with_biases
 
 _LAYERS = LayerNames(
@@ -129,3 +128,14 @@ def weight_map(spec: WhisperSpec) -> WeightMap:
     carried = (positions, "model.decoder.*", "decoder.*", "proj_out.weight")
     prefixes = ("model.encoder.", "encoder.", "")
     return WeightMap(tuple(rules), carried=carried, sinusoids=(positions,), prefixes=prefixes)
+
+
+def read_qwen_audio(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`."""
+    values = read(config, preprocessor, "qwen2_audio_encoder")
+    return values | {"family": "qwen_audio", "pad_clips": False, "padded_seconds": values["max_seconds"]}
+
+
+def weight_map_qwen_audio(spec: QwenAudioSpec) -> WeightMap:
+    """See `encoders.registry.Family.weight_map`."""
+    return weight_map(spec).under("")

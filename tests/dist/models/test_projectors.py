@@ -182,7 +182,7 @@ def _weights_of(output: torch.Tensor) -> torch.Tensor:
 
 def _errors(spec, weights, layout, pgs, place, rows, expected) -> dict[str, float]:
     from encoders.native.vit.patch_spec import VisionSpec
-    from encoders.projectors.merge import merge_patches
+    from encoders.native.vit.patches import merge_patches
     from mimo_train.config.llm_spec import LlmSpec
     from mimo_train.config.schema import ConfigContainer
     from mimo_train.config.schema_modules import ModuleConfig

@@ -3,8 +3,8 @@
 import pytest
 
 from encoders.base import most_tokens, num_tokens
-from encoders.native.qwen_audio.spec import QwenAudioSpec
 from encoders.native.vit.patch_spec import VisionSpec
+from encoders.native.whisper.spec import QwenAudioSpec
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
 from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from encoders.errors import EncoderError
-from encoders.native.clip.spec import ClipSpec
+from encoders.native.clip.spec import ClipSpec, Siglip2Spec, SiglipSpec
 from encoders.native.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.native.qwen_vit.model import _patch_order, _window_lengths
 from encoders.native.qwen_vit.spec import QwenVitSpec
-from encoders.native.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.native.whisper.spec import WhisperSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from encoders.native.qwen3_vit import weights as qwen3_vit
 from encoders.native.qwen_vit import weights as qwen_vit
 from encoders.weight_map import Spelling, WeightMap
 from mimo_train.config.parts import LANGUAGE
@@ -76,7 +75,7 @@ QWEN3_VL = QwenVl(
     "text_config",
     language_names=(_NESTED,),
     projector=_projector(1152),
-    projector_weights=_projector_weights(qwen3_vit.merger_map),
+    projector_weights=_projector_weights(qwen_vit.merger_map_3),
     encoder_loaded="model.visual.",
     placeholder=_PLACEHOLDER,
     pad_id=_pad_id,

@@ -8,8 +8,7 @@ from PIL import Image
 
 from data.media.decode import Resize, decode_image_file, fitted
 from encoders.base import joint_faults
-from encoders.native.clip.spec import ClipSpec
-from encoders.native.siglip.spec import SiglipSpec
+from encoders.native.clip.spec import ClipSpec, SiglipSpec
 from encoders.native.vit.tiles import UNCUT
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
 from tests.unit.data.media.test_preprocessing import embedder, image

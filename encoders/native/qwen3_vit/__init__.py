@@ -1,1 +1,0 @@
-"""The vision transformer of Qwen3-VL."""

@@ -1,1 +1,0 @@
-"""The audio transformer of Qwen2-Audio: Whisper's encoder, its frames averaged in pairs."""

@@ -1,1 +1,0 @@
-"""Vision towers of SigLIP and SigLIP 2."""
