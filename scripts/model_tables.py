@@ -32,30 +32,11 @@ from mimo_train.config.transformers_llm import causal_classes  # noqa: E402
 from mimo_train.families import config_json  # noqa: E402
 from mimo_train.families.registry import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
 from mimo_train.families.registry import is_family  # noqa: E402
-from mimo_train.families.windows import Windows  # noqa: E402
 from scripts.key_tables import check_or_write, filled  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 VERSION_4 = ROOT / "benchmarks" / "export_loads_in_transformers_4.py"
 WRITE = "python scripts/model_tables.py --write"
-
-OPTIONS = {
-    "qkv_bias": "QKV biases",
-    "qk_norm": "QK norms",
-    "zero_centered_norms": "zero-centred norms",
-    "post_norms": "post-norms",
-    "scale_embeddings": "scaled embeddings",
-    "rope_interleaved": "interleaved rotary channels",
-    "bias": "biases of all linear layers",
-    "attention_sinks": "attention sinks",
-    "glu_offset": "an offset next to the gate",
-    "normalization": "`LayerNorm`",
-    "norm_bias": "no biases of norms",
-    "parallel_block": "parallel attention and MLP",
-    "pre_norms": "no pre-norms",
-    "qk_norm_over_heads": "over all heads",
-}
-"""In words, by a key of `LlmSpec` that every model of a family has."""
 
 
 def parts() -> dict[str, str]:
@@ -65,7 +46,6 @@ def parts() -> dict[str, str]:
         "language": "\n".join(_language()),
         "language-refused": "\n".join(_language_refused()),
         "encoders": "\n".join(_encoders()),
-        "composites": "\n".join(_composites()),
         "types": "\n".join(_types()),
     }
 
@@ -154,19 +134,12 @@ def _version() -> Iterator[str]:
 
 
 def _language() -> Iterator[str]:
-    yield from ["| `model_type` | layers with `sliding_window` | further features |", "|---|---|---|"]
-    rows: dict[tuple[str, str], list[str]] = {}
-    for kind, family in LANGUAGE_FAMILIES.items():
-        besides = [
-            OPTIONS.get(name, f"`{name}`")
-            for name, value in family.always.items()
-            if value != config_json.USUAL.get(name)
-        ]
-        besides += [spelling.feature for spelling in family.spellings if spelling.feature]
-        window = next((spelling.layers for spelling in family.spellings if isinstance(spelling, Windows)), "—")
-        rows.setdefault((window, ", ".join(besides) or "—"), []).append(kind)
-    for (window, features), kinds in rows.items():
-        yield f"| {', '.join(f'`{kind}`' for kind in kinds)} | {window} | {features} |"
+    yield from ["| native | `model_type` |", "|---|---|"]
+    for row, kinds in (
+        ("language models", [kind for kind, family in LANGUAGE_FAMILIES.items() if family.architecture]),
+        ("parts of larger models", [kind for kind, family in LANGUAGE_FAMILIES.items() if not family.architecture]),
+    ):
+        yield f"| {row} | {_listed(kinds)} |"
     yield ""
 
 
@@ -213,18 +186,7 @@ def _required(family: Family) -> str:
     with patch.object(ConfigFile, "require", note):
         for kind in family.readers:
             family.read({"model_type": kind}, {})
-    return ", ".join(f"`{key}` {value}" for key, value in required.items()) or "—"
-
-
-def _composites() -> Iterator[str]:
-    yield from ["| `model_type` | encoder | language model | projector |", "|---|---|---|---|"]
-    for kind, composite in COMPOSITES.items():
-        language_part = f"`{composite.language}`" if composite.language else "—"
-        if composite.projector is not None and not composite.language:
-            language_part = "`config.json` itself"
-        projector = "yes" if composite.projector is not None else "—"
-        yield f"| `{kind}` | `{composite.encoder}` | {language_part} | {projector} |"
-    yield ""
+    return ", ".join(f"`{key}` {value}" for key, value in required.items()) or "-"
 
 
 @cache

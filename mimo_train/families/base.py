@@ -59,11 +59,6 @@ class Spelling:
         """Keys of config.json that it reads and other families reject."""
         return ()
 
-    @property
-    def feature(self) -> str:
-        """What models have by it, for docs/models.md; empty: nothing to mention."""
-        return ""
-
     def faults(self, config: Config) -> Iterator[Fault]:
         """Yield unsupported values, by their keys in config.json."""
         yield from ()

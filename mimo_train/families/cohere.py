@@ -16,10 +16,6 @@ from mimo_train.families.windows import Windows, pattern_layers
 class CohereLayers(Spelling):
     """What logits are multiplied by, and the name of the norms' epsilon. Only layers with a window rotate."""
 
-    @property
-    def feature(self) -> str:
-        return "positions in layers with a window only, `logit_scale`"
-
     def faults(self, config: Config) -> Iterator[Fault]:
         scale = config["logit_scale"]
         if type(scale) not in (int, float) or scale <= 0:

@@ -17,10 +17,6 @@ from mimo_train.families.windows import Windows, late_layers
 class LatentHeads(Spelling):
     """Latent attention. Its scores are multiplied by the square of the temperature of `mscale_all_dim`."""
 
-    @property
-    def feature(self) -> str:
-        return "latent attention"
-
     def faults(self, config: Config) -> Iterator[Fault]:
         heads = config["num_attention_heads"]
         if config["num_key_value_heads"] not in (None, heads):

@@ -14,10 +14,6 @@ from mimo_train.families.windows import Windows, pattern_layers
 class Scores(Spelling):
     """The scale of scores, and the caps of scores and logits."""
 
-    @property
-    def feature(self) -> str:
-        return "caps of scores and logits"
-
     def read(self, config: Config, keys: Keys) -> Keys:
         return {
             "attention_scale_size": float(config["query_pre_attn_scalar"]),

@@ -49,10 +49,6 @@ GLM_OCR_TEXT = replace(GLM4V_TEXT, type="glm_ocr_text", defaults={}, always=GLM4
 class HeadNorms(Spelling):
     """Norms of queries and keys, if `use_qk_norm`."""
 
-    @property
-    def feature(self) -> str:
-        return "`use_qk_norm`"
-
     def read(self, config: Config, keys: Keys) -> Keys:
         return {"qk_norm": bool(config["use_qk_norm"])}
 

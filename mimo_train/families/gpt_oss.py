@@ -22,10 +22,6 @@ class ClampedGate(Spelling):
 
     supports = ("quantization_config",)
 
-    @property
-    def feature(self) -> str:
-        return "`swiglu_limit`, weights in MXFP4 (read as bf16)"
-
     def faults(self, config: Config) -> Iterator[Fault]:
         limit = config["swiglu_limit"]
         if type(limit) not in (int, float) or limit <= 0:

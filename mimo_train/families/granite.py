@@ -21,10 +21,6 @@ _SCORES = "attention_multiplier"
 class Multipliers(Spelling):
     """What embeddings, scores and residual branches are multiplied by, and logits divided by."""
 
-    @property
-    def feature(self) -> str:
-        return "multipliers of embeddings, scores, branches and logits"
-
     def faults(self, config: Config) -> Iterator[Fault]:
         for name in (*_PLAIN, _SCORES):
             if type(config[name]) not in (int, float) or config[name] <= 0:

@@ -46,10 +46,6 @@ OLMOE = Family(
 class WindowsRotate(Spelling):
     """Layers that attend to all tokens do not rotate, if `sliding_window` is set."""
 
-    @property
-    def feature(self) -> str:
-        return "positions in layers with a window only, if `sliding_window` is set"
-
     def read(self, config: Config, keys: Keys) -> Keys:
         if not config["sliding_window"]:
             return {"no_rope_layers": []}

@@ -23,10 +23,6 @@ class DeltaLayers(Spelling):
     """Layers with Gated DeltaNet: all but every layer of number `full_attention_interval`, unless `layer_types` says
     it."""
 
-    @property
-    def feature(self) -> str:
-        return "Gated DeltaNet by `layer_types` or `full_attention_interval`"
-
     def faults(self, config: Config) -> Iterator[Fault]:
         kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
         if kinds is not None and (len(kinds) != layers or set(kinds) - {FULL, LINEAR}):

@@ -46,11 +46,6 @@ class Rope(Spelling):
     def supports(self) -> tuple[str, ...]:
         return () if self.partial is None else (_PARTIAL,)
 
-    @property
-    def feature(self) -> str:
-        features = ["M-RoPE"] if self.axes is not None else []
-        return ", ".join([*features, *(f"`{name}`" for name in self.supports)])
-
     def read(self, config: Config, keys: Keys) -> Keys:
         """See `Spelling`. Raises ConfigError for an unsupported kind, or two values for one setting."""
         # Version 5 reads the old key if both are there.

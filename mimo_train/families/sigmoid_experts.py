@@ -34,10 +34,6 @@ class SigmoidExperts(Spelling):
     first_dense: str = ""
     """Key of the number of dense layers before all others; empty: `mlp_layer_types` has the kinds of all layers."""
 
-    @property
-    def feature(self) -> str:
-        return f"experts (`{self.number}`) with a sigmoid router, shared experts"
-
     def faults(self, config: Config) -> Iterator[Fault]:
         for name in (self.number, self.shared, "num_experts_per_tok", "moe_intermediate_size"):
             if type(config[name]) is not int or config[name] < 1:

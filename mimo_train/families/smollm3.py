@@ -21,10 +21,6 @@ class LayersWithoutRope(Spelling):
     """A number for each layer in `no_rope_layers`, 0 where it does not rotate; or every layer of number
     `no_rope_layer_interval`."""
 
-    @property
-    def feature(self) -> str:
-        return "`no_rope_layers`"
-
     def faults(self, config: Config) -> Iterator[Fault]:
         flags, layers = config["no_rope_layers"], config["num_hidden_layers"]
         interval = config["no_rope_layer_interval"]

@@ -20,10 +20,6 @@ class Biases(Spelling):
     mlp: str = ""
     """Of the feed-forward block."""
 
-    @property
-    def feature(self) -> str:
-        return ", ".join(dict.fromkeys(f"`{name}`" for name in (self.qkv, self.proj, self.mlp) if name))
-
     def read(self, config: Config, keys: Keys) -> Keys:
         qkv, proj, mlp = (bool(name and config.get(name)) for name in (self.qkv, self.proj, self.mlp))
         if mlp and not (qkv and proj):
@@ -45,10 +41,6 @@ class SoftmaxExperts(Spelling):
 
     number: str = "num_local_experts"
     """Key of the number of experts."""
-
-    @property
-    def feature(self) -> str:
-        return f"experts (`{self.number}`)"
 
     def read(self, config: Config, keys: Keys) -> Keys:
         return self._router(config, "num_experts_per_tok", True) | {"expert_ffn_hidden_size": 0, "dense_layers": []}

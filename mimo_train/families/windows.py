@@ -37,17 +37,6 @@ class Windows(Spelling):
     switched: bool = False
     """True if the windows are off without `use_sliding_window`."""
 
-    @property
-    def layers(self) -> str:
-        """Which layers have a window, for docs/models.md."""
-        if self.default is None:
-            return "—"
-        keys = {late_layers: "`max_window_layers`", pattern_layers: "`sliding_window_pattern`"}
-        words = "all"
-        if self.by_layer:
-            words = " or ".join(["by `layer_types`", *([keys[self.default]] if self.default in keys else [])])
-        return words + (", if `use_sliding_window`" if self.switched else "")
-
     def faults(self, config: Config) -> Iterator[Fault]:
         kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
         if kinds is None:
