@@ -244,12 +244,18 @@ def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -
             continue
         item = next((kind for kind in get_args(field.type) if dataclasses.is_dataclass(kind)), None)
         if get_origin(field.type) in (dict, list) and item is not None:
-            yield f"| `{key}` | {_default(field)} | {_shown_text(meanings[field.name])} |"
+            yield _row(key, field, meanings[field.name])
             each = f"{key}.NAME" if get_origin(field.type) is dict else f"{key}[N]"
             yield from _rows(item, each, lambda _: True)
             continue
-        meaning, see, place = meanings[field.name].partition(" See docs/")
-        yield f"| `{key}` | {_default(field)} | {_shown_text(meaning + _bounds(field) + see + place)} |"
+        yield _row(key, field, meanings[field.name])
+
+
+def _row(key: str, field: dataclasses.Field, meaning: str) -> str:
+    """Return the row of a key, which is a link to the page that its docstring names."""
+    text, _, link = meaning.partition(" See docs/")
+    shown = f"[`{key}`]({link.rstrip('.').removeprefix(PAGE.name)})" if link else f"`{key}`"
+    return f"| {shown} | {_default(field)} | {_shown_text(text + _bounds(field))} |"
 
 
 def _bounds(field: dataclasses.Field) -> str:
@@ -270,7 +276,7 @@ def _default(field: dataclasses.Field) -> str:
         return "required"
     value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     if value is None:
-        return "—"
+        return "unset"
     return "empty" if value == "" else f"`{_shown(value)}`"
 
 

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
         "layouts that fit on a number of GPUs, the fastest first",
         "Predicts the time of a step of every legal layout of the modules, and prints the fastest that fit into\n"
         "memory, with the overrides that choose them. Needs no GPU and no torch; if the shards are there, their\n"
-        "samples are counted as they are. See docs/planner.md for what is assumed.\n\n"
+        "samples are counted as they are. See docs/planning.md for what is assumed.\n\n"
         "examples:\n"
         "  mimo-train plan recipes/llava_1_5_finetune --gpus 64\n"
         "  mimo-train plan recipes/llava_1_5_finetune --gpus 64 --gpu a100 --write llava_64.yaml",

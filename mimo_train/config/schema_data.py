@@ -54,13 +54,13 @@ class DataConfig(Section):
     mix: list[SourceConfig] = field(default_factory=list)
     """Weighted sources, instead of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)
-    """Changes of the weights at given steps."""
+    """Changes of the weights at given steps. See docs/data.md#mixtures."""
     exhausted: str = key("repeat", choices=("repeat", "stop"))
     """When a source has given all samples: `repeat` (in another order) or `stop` the run."""
     validation_shards: str = ""
     """Held-out shards, in the same forms."""
     validation: dict[str, ValidationConfig] = field(default_factory=dict)
-    """Further held-out sets by name: `{charts: {shards: shards/charts}}`."""
+    """Further held-out sets by name: `{charts: {shards: shards/charts}}`. See docs/data.md#held-out-sets."""
     test_shards: str = ""
     """Shards that are evaluated once, after the last step."""
     validation_fraction: float = key(0.0, at_least=0, below=1)

@@ -61,7 +61,8 @@ class ProfilingConfig(Section):
     """The profilers, and the steps and ranks that they record."""
 
     record: list[str] = key(factory=list, choices=("torch", "nsys", "memory_history"))
-    """`torch` (a trace), `nsys` (NVTX ranges), `memory_history` (of the CUDA allocator). See docs/profiling.md."""
+    """`torch` (a trace), `nsys` (NVTX ranges), `memory_history` (of the CUDA allocator). See
+    docs/performance.md#profiling."""
     steps: list[int] = key(factory=lambda: [10, 12], at_least=1)
     """First and last recorded step, counted from 1."""
     ranks: list[int] = key(factory=lambda: [0], at_least=0, at_most=2**20)

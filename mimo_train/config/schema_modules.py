@@ -28,7 +28,7 @@ class LayoutConfig(Section):
     dp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Data parallel size (replicas)."""
     cp: int = key(1, at_least=1, at_most=MOST_RANKS)
-    """Context parallel size, of `language` only. See docs/context-parallel.md."""
+    """Context parallel size, of `language` only. See docs/layouts.md#long-sequences."""
     ep: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Expert parallel size."""
     etp: int = key(1, at_least=1, at_most=MOST_RANKS)

@@ -47,13 +47,14 @@ class TrainConfig(Section):
     precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
     """Weights and activations in `fp32`, `bf16` or `fp16`. Master weights and gradients stay fp32."""
     fp8: str = key("none", choices=FP8)
-    """Matmuls of transformer layers in fp8: `none`, `tensorwise`, `blockwise` or `mxfp8`. See docs/fp8.md."""
+    """Matmuls of transformer layers in fp8: `none`, `tensorwise`, `blockwise` or `mxfp8`. See
+    docs/performance.md#fp8."""
     num_layers_at_start_in_bf16: int = key(0, at_least=0)
     """First layers of each fp8 module that stay in bf16."""
     num_layers_at_end_in_bf16: int = key(0, at_least=0)
     """Last layers of each fp8 module that stay in bf16."""
     compile: str = key("none", choices=COMPILE)
-    """Compile torch's `layers`, or `none`. See docs/compile.md."""
+    """Compile torch's `layers`, or `none`. See docs/performance.md#compiled-layers."""
     recompute: str = key("none", choices=RECOMPUTE)
     """Recompute activations in backward: `none`, `selective` (core attention) or `full` (every layer)."""
     logits: str = key("learned", choices=("learned", "all"))

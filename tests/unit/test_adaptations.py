@@ -332,15 +332,15 @@ def test_every_adaptation_on_the_page_has_its_reason():
     looked_at |= {"cpu/attention.py", "cpu/kernels.py", "cpu/backend.py"}
     looked_at |= {"config/run_files.py"}
     by_running = (
-        "tests/dist/models/test_dense_layer.py",
-        "tests/unit/hf/test_tensors.py",
-        "tests/unit/data/text/test_special_text.py",
-        "tests/unit/data/text/test_chat_renderer.py",
-        "tests/dist/parallel/test_device.py",
-        "tests/dist/models/test_projectors.py",
-        "tests/unit/cpu/test_memory.py",
-        "tests/unit/parallel/test_groups.py",
-        "tests/dist/preflight/dry_run/test_dry_run.py",
+        "test_dense_layer.py",
+        "test_tensors.py",
+        "test_special_text.py",
+        "test_chat_renderer.py",
+        "test_device.py",
+        "test_projectors.py",
+        "test_memory.py",
+        "test_groups.py",
+        "test_dry_run.py",
     )
     for ours, tests in rows:
         assert ours in looked_at or any(test in tests for test in by_running), ours

@@ -112,4 +112,4 @@ def _notes(cfg: ConfigContainer, request: Request) -> Iterator[str]:
         yield f"matmuls of fp8 layers ({fp8}) reach the same share of a peak of {device.eighth / 1e12:g} TFLOP/s"
     elif fp8:
         yield f"{device.name} has no fp8: layers of {fp8} are counted in {cfg.train.precision}"
-    yield "compare proposals with each other, not with a clock: docs/planner.md has the limits of the model"
+    yield "compare proposals with each other, not with a clock: docs/planning.md has the limits of the model"
