@@ -9,6 +9,7 @@ from pathlib import Path
 from data.storage.url import Place
 from mimo_train.checkpoint.folders import DAMAGED, complete, contents, every, step_folder, step_in
 from mimo_train.checkpoint.format.files import COMPLETE, PARTIAL, make_folder, remove_files, write_file
+from mimo_train.config.errors import UserError
 
 
 def begin(run_dir: Place, step: int, non_persistent: bool, nbytes: int) -> Place:
@@ -39,9 +40,12 @@ def require_begun(folder: Place) -> None:
         raise OSError(errno.ENOENT, f"made by rank 0, and not there for another rank: {where}", str(folder / PARTIAL))
 
 
-def set_aside(folder: Place) -> None:
-    """Mark a checkpoint as damaged; it is never removed. Raises OSError if it cannot be marked."""
-    write_file(folder / DAMAGED, [])
+def set_aside(folder: Place, error: UserError) -> None:
+    """Mark a checkpoint as damaged, as `error` says; it is never removed. Raises UserError if it cannot be marked."""
+    try:
+        write_file(folder / DAMAGED, [])
+    except OSError as failure:
+        raise UserError(f"{error}\nand it cannot be marked ({failure}): rename or remove it") from error
 
 
 def remove_unfinished(run_dir: Place, non_persistent: bool = False) -> None:

@@ -17,6 +17,7 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.local_shards import LocalShard
+from mimo_train.checkpoint.resume.config_diff import initial_weights
 from mimo_train.config.errors import UserError
 from mimo_train.layout.run import Run
 from mimo_train.models.parameters import seed_for
@@ -76,16 +77,14 @@ def require_same(record: dict[str, Any], missing: Collection[LocalShard], folder
 
 def _sources(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sources of a run's frozen weights by key, always with its seed."""
-    sources = {"checkpoint.weights": config["checkpoint"]["weights"]}
-    sources |= {
-        f"checkpoint.load_modules.{name}.path": load["path"]
-        for name, load in (config["checkpoint"].get("load_modules") or {}).items()
+    encoders = {name: module.get("encoder") or {} for name, module in config["modules"].items()}
+    joined = {
+        f"modules.{name}.encoder.{key}": value
+        for name, encoder in encoders.items()
+        for key, value in encoder.items()
+        if key.endswith("pretrained") and value
     }
-    for name, module in config["modules"].items():
-        encoder = module.get("encoder") or {}
-        sources[f"modules.{name}.pretrained"] = module.get("pretrained")
-        sources |= {f"modules.{name}.encoder.{key}": encoder.get(key) for key in encoder if key.endswith("pretrained")}
-    return {key: value for key, value in sources.items() if value} | {"run.seed": config["run"]["seed"]}
+    return initial_weights(config) | joined | {"run.seed": config["run"]["seed"]}
 
 
 def _hash(shard: LocalShard, span: Span, data: torch.Tensor) -> int:

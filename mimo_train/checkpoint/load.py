@@ -100,18 +100,18 @@ def load_checkpoint(
     return {**record, "rerun": rerun}
 
 
-def load_weights(folder: Place, layout: RunLayout, model: list[MegatronModule], base: str = "") -> None:
-    """Load only the model from `folder`, and first the weights that it leaves out. Collective; see `load_checkpoint`.
-
-    Args:
-        base: folder of the left-out weights; overrides that of the checkpoint's run.
-    """
-    load_base(folder, layout, model, base)
+def load_weights(folder: Place, layout: RunLayout, model: list[MegatronModule]) -> None:
+    """Load only the model from `folder`, after the weights that it leaves out. Collective; see `load_checkpoint`."""
+    load_base(folder, layout, model)
     load_checkpoint(folder, layout, model)
 
 
 def load_base(folder: Place, layout: RunLayout, model: list[MegatronModule], weights: str = "") -> None:
-    """Load the weights that a checkpoint leaves out, unless they come from the seed. Collective; see `load_weights`."""
+    """Load the weights that a checkpoint leaves out, unless they come from the seed. Collective; see `load_checkpoint`.
+
+    Args:
+        weights: folder of these weights; overrides that of the checkpoint's run.
+    """
     base = chosen_by_first(partial(base_of, folder, weights), "checkpoint.weights")
     if base is not None:
         load_weights(base, layout, model)

@@ -1,11 +1,10 @@
 """Load `checkpoint.load_modules`: a new run's modules from other runs' checkpoints, at any layout."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
@@ -17,7 +16,7 @@ from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.load import fill, listed_faults, opened, over_ranks, shape_fault, weight_targets
-from mimo_train.checkpoint.local_shards import LocalShard, shards_of_model
+from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.checkpoint.resume.choose import chosen_by_first
 from mimo_train.checkpoint.resume.same_run import module_faults
 from mimo_train.config.errors import ConfigError, UserError
@@ -89,7 +88,9 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
     with agreed():
         if LEFT_OUT in record:
             _require_trained(report, key)
-        _require_matches(load, key, names, folder)
+        if idle := [each for each in load.only if not any(_is_asked_for(name, [each]) for name in names)]:
+            text = f"{', '.join(idle)} matches nothing in checkpoint {folder}: remove or correct it"
+            raise UserError(f"{key}.only: {text}")
         others = {shard.name: fault for shard in taken if (fault := shape_fault(shard, names[shard.name], reader))}
         if others:
             raise UserError(
@@ -99,7 +100,10 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
             _require_all(report, load, key)
     with agreed(), damage_named(folder):
         fill(reader, weight_targets((shard, names[shard.name]) for shard in taken))
-    _start_adapters(name, model, shards, {id(shard.tensor) for shard in taken})
+    read = {id(shard.tensor) for shard in taken}
+    new = {id(shard.tensor) for shard in shards if is_adapter(shard.name) and id(shard.tensor) not in read}
+    for chunk in map(unwrap_model, model):  # the magnitudes of new adapters follow from the loaded weights
+        start_magnitudes(chunk, [tensor for tensor, value in chunk.named_parameters() if id(value) in new])
     return report
 
 
@@ -111,12 +115,6 @@ def _stored_names(reader: Reader, source: str, name: str) -> dict[str, Key]:
 
 def _is_asked_for(name: str, only: Collection[str]) -> bool:
     return not only or any(fnmatchcase(name, PARTS.get(pattern, pattern)) for pattern in only)
-
-
-def _require_matches(load: LoadConfig, key: str, names: Collection[str], folder: Place) -> None:
-    idle = [pattern for pattern in load.only if not any(_is_asked_for(name, [pattern]) for name in names)]
-    if idle:
-        raise UserError(f"{key}.only: {', '.join(idle)} matches nothing in checkpoint {folder}: remove or correct it")
 
 
 def _require_trained(report: Loaded, key: str) -> None:
@@ -143,11 +141,3 @@ def _require_all(report: Loaded, load: LoadConfig, key: str) -> None:
             f"{key}: of the weights of {report.source} in checkpoint {report.folder} {' and '.join(faults)}; choose "
             f"with {key}.only, or take what fits: {key}.strict=false"
         )
-
-
-def _start_adapters(name: str, model: list[MegatronModule], shards: list[LocalShard], taken: set[int]) -> None:
-    """Derive the magnitudes of new adapters from the loaded weights."""
-    new = {id(shard.tensor) for shard in shards if is_adapter(shard.name) and id(shard.tensor) not in taken}
-    for chunk in map(unwrap_model, model):
-        parameters: Iterable[tuple[str, torch.nn.Parameter]] = chunk.named_parameters()
-        start_magnitudes(chunk, [tensor for tensor, value in parameters if id(value) in new])

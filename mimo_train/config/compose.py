@@ -253,6 +253,15 @@ def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
     return named(plain)
 
 
+def leaves(plain: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested dicts; an empty dict is a value."""
+    if isinstance(plain, Mapping) and plain:
+        for name, value in plain.items():
+            yield from leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, plain
+
+
 def to_yaml(cfg: ConfigContainer) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)
 

@@ -62,7 +62,7 @@ class Adapted:
     """The adapters of one module."""
 
     adapters: Mapping[str, torch.Tensor]
-    """Whole tensors by their names in the module, from `lora.whole_adapters`."""
+    """Whole tensors by their names in the module."""
     lora: LoraConfig
     linears: Sequence[Linear]
     """Linear layers of the module (`layout.adapters.linears`)."""

@@ -332,12 +332,6 @@ def adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, Adaptable]]:
             yield name, layer
 
 
-def whole_adapters(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the adapters of a module that one process holds whole, by their names in the module."""
-    assert all(layer.tp_group.size() == 1 for _, layer in adapted_layers(chunk)), "adapters are cut"
-    return {name: parameter.detach() for name, parameter in global_names(chunk).items() if is_adapter(name)}
-
-
 @torch.no_grad()
 def load_adapters(chunks: list[torch.nn.Module], adapters: Mapping[str, torch.Tensor]) -> None:
     """Set the values of the adapters on this rank.

@@ -5,14 +5,14 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from mimo_train.config.compose import to_dict
+from mimo_train.config.compose import leaves, to_dict
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.parallel.collectives import agreed
@@ -53,7 +53,7 @@ def require_one_config(starts: Sequence[Start]) -> None:
     other = next((rank for rank, start in enumerate(starts) if start.config != starts[0].config), None)
     if other is None:
         return
-    first, second = (dict(_leaves(starts[rank].config)) for rank in (0, other))
+    first, second = (dict(leaves(starts[rank].config)) for rank in (0, other))
     keys = [key for key in {**first, **second} if first.get(key, _NOT) != second.get(key, _NOT)]
     places = [f"rank {rank} on {starts[rank].host}" for rank in (0, other)]
     faults = [
@@ -105,11 +105,3 @@ def _sees(file: Path, mark: str, patience: float) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(min(1.0, patience))
-
-
-def _leaves(plain: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(plain, Mapping) and plain:
-        for name, value in plain.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, plain

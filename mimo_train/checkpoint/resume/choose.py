@@ -74,7 +74,12 @@ def newest_that_loads(run_dir: Place, load: Callable[[Place], None]) -> tuple[Pl
             newer = "\n".join(str(damage) for _, damage in failed)
             raise UserError(f"{newer}\nand of the one before: {error}") from error
         aside = [SetAside(path, damage_in(path, error)) for path, error in failed]
-        _on_first(lambda: _set_aside(failed))
+
+        def mark() -> None:
+            for path, error in failed:
+                folder_changes.set_aside(path, error)
+
+        _on_first(mark)
         return folder, aside
     if failed:
         raise all_damaged(run_dir, key, [error for _, error in failed])
@@ -90,11 +95,3 @@ def _on_first[Result](work: Callable[[], Result]) -> Result:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(box)
     return box[0]
-
-
-def _set_aside(damaged: list[tuple[Place, UserError]]) -> None:
-    for folder, error in damaged:
-        try:
-            folder_changes.set_aside(folder)
-        except OSError as failure:
-            raise UserError(f"{error}\nand it cannot be marked ({failure}): rename or remove it") from error

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
+from mimo_train.config.compose import leaves
+
 
 def kept_id(file: Path, resumed_step: int) -> str | None:
     """Return the id in `file` if the run resumes after `resumed_step`; None for a new run."""
@@ -162,7 +164,7 @@ class MlflowSink:
             number = experiment.experiment_id if experiment else client.create_experiment(name, artifacts)
             run_id = client.create_run(number, run_name=run_dir.name).info.run_id
             keep_id(run_dir / _MLFLOW_ID, run_id)
-            for key, value in _flat(config):
+            for key, value in leaves(config):
                 client.log_param(run_id, key, str(value)[:_PARAMETER_LENGTH])
         else:
             client.update_run(run_id, RunStatus.to_string(RunStatus.RUNNING))
@@ -193,14 +195,6 @@ class MlflowSink:
         while self._in_flight:
             self._in_flight.popleft().wait()
         self.handle.client.set_terminated(self.handle.run_id)
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat = []
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        flat += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
-    return flat
 
 
 _KEY_FILE = "comet_key.txt"

@@ -108,7 +108,7 @@ def test_only_damage_of_the_checkpoint_itself_sets_it_aside(tmp_path):
 
 
 def test_what_is_set_aside_is_no_checkpoint_and_stays(tmp_path):
-    folder_changes.set_aside(saved(tmp_path, 4))
+    folder_changes.set_aside(saved(tmp_path, 4), UserError())
     saved(tmp_path, 2), saved(tmp_path, 3)
     folder_changes.remove_old(tmp_path, 1)
     assert [path.name for path in folders.newest_first(tmp_path)] == ["step_00000003"]

@@ -11,6 +11,7 @@ import pytest
 from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX
 from mimo_train.cli import main
+from mimo_train.config.errors import UserError
 from tests.records import write_record
 from tests.unit.checkpoint.format.test_files import written
 
@@ -28,7 +29,7 @@ def whole(tmp_path_factory) -> Path:
         write_record(folder, {"step": step, "layout": LAYOUT})
     aside = shutil.copytree(folder, folder.with_name("step_00000005"))
     write_record(aside, {"step": 5, "layout": LAYOUT})
-    folder_changes.set_aside(aside)
+    folder_changes.set_aside(aside, UserError())
     folder_changes.begin(run_dir, 6, False, 0)
     return run_dir
 
