@@ -104,21 +104,6 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(reference, computed):
         assert _difference(ranks[0]["continued"][:, : SIZES["vocab_size"]], expected) < TOLERANCE, name
 
 
-def test_every_tensor_has_its_place_and_comes_back_bit_for_bit(reference, computed):
-    _, models = computed
-    for name, ranks in models.items():
-        _, weights = _map(reference[0] / name)
-        tensors = _tensors(reference[0] / name)
-        stacks = weights.stacks()
-        shapes = {tensor: stacks.get(tensor, value.shape[:1])[:2] for tensor, value in tensors.items()}
-        assert weights.row_counts() == {tensor: np.prod(shape) for tensor, shape in shapes.items()}, name
-        whole = _whole(ranks, "weight")
-        assert {rule.ours for rule in weights.rules} == whole.keys(), name
-        again = _exported(weights, whole)
-        for tensor, value in tensors.items():
-            assert again[tensor].tobytes() == value.tobytes(), (name, tensor)
-
-
 def test_parameters_are_counted(computed):
     layout, models = computed
     for name, ranks in models.items():
@@ -131,14 +116,6 @@ def _joined(ranks: list[dict]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for places in {rank["row"][0].tobytes(): rank["row"][0] for rank in ranks}.values():
         parts = {rank["tp"]: rank["row"][1] for rank in ranks if np.array_equal(rank["row"][0], places)}
         yield places, np.concatenate([parts[at] for at in sorted(parts)], axis=-1)
-
-
-def _tensors(folder: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
-
-    files = list(folder.glob("*.safetensors"))
-    assert len(files) > 1
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def _map(folder: Path) -> tuple[Any, WeightMap]:

@@ -56,39 +56,6 @@ def drawn(lora: LoraConfig) -> dict[str, torch.Tensor]:
     return found
 
 
-PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "o_proj", "down_proj"]
-
-
-@pytest.mark.parametrize("targets", [PROJECTIONS, ["*.layers.1.*.k_proj", "*.0.mlp.linear_fc2"]])
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapters_of_projections_come_back_bit_by_bit(targets, dora, tmp_path):
-    lora = LoraConfig(rank=3, alpha=5.0, rslora=True, dora=dora, targets=targets)
-    adapters = drawn(lora)
-    write_adapter(tmp_path, adapters, lora, LINEARS, places(), base_model="somewhere")
-    read, again = read_adapter(tmp_path, LINEARS, places())
-    assert again.keys() == adapters.keys() and all(torch.equal(again[name], adapters[name]) for name in adapters)
-    # Other names of the same layers.
-    assert drawn(read).keys() == adapters.keys()
-    assert (read.rank, read.alpha, read.rslora, read.dora) == (3, 5.0, True, dora)
-
-
-def test_the_files_are_those_of_peft(tmp_path):
-    lora = LoraConfig(rank=3, alpha=6.0, dora=True, targets=["linear_qkv", "down_proj"])
-    adapters = drawn(lora)
-    write_adapter(tmp_path, adapters, lora, LINEARS, places())
-    config, tensors = json.loads((tmp_path / CONFIG).read_text()), load_file(tmp_path / WEIGHTS)
-    assert config["peft_type"] == "LORA" and config["r"] == 3 and config["use_dora"] and not config["use_rslora"]
-    assert "model.layers.1.self_attn.k_proj" in config["target_modules"] and len(config["target_modules"]) == 8
-    q, k = (f"base_model.model.model.layers.0.self_attn.{one}" for one in ("q_proj", "k_proj"))
-    assert tensors[f"{q}.lora_A.weight"].shape == (3, 12) and tensors[f"{q}.lora_B.weight"].shape == (12, 3)
-    assert tensors[f"{k}.lora_B.weight"].shape == (4, 3) and tensors[f"{k}.lora_magnitude_vector"].shape == (4,)
-    assert torch.equal(tensors[f"{q}.lora_A.weight"], tensors[f"{k}.lora_A.weight"])
-    # Per key head three queries, its key, its value, of two rows each.
-    fused = adapters["decoder.layers.0.self_attention.linear_qkv.lora_b"].reshape(2, 5, 2, 3)
-    assert torch.equal(tensors[f"{q}.lora_B.weight"], fused[:, :3].reshape(12, 3))
-    assert torch.equal(tensors[f"{k}.lora_B.weight"], fused[:, 3].reshape(4, 3))
-
-
 def test_a_shared_adapter_comes_back_as_one_of_each_projection(tmp_path):
     lora = LoraConfig(rank=3, targets=["linear_fc1"])
     adapters = drawn(lora)

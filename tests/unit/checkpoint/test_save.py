@@ -1,8 +1,6 @@
 """A save alongside training: the end of a run waits for it, but not for a file system that hangs; what happens to its
 files before it is complete; the copy that it is written from, and whether there is memory for it."""
 
-import errno
-import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.errors import DataError
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint import save as saves
 from mimo_train.checkpoint.format.files import Damage, of_rank
@@ -18,7 +15,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, write_rank
-from mimo_train.checkpoint.save import Save, SaveFailed, Snapshot, Target, free_memory, full_disk, memory_shortage
+from mimo_train.checkpoint.save import Save, SaveFailed, Snapshot, Target, free_memory, memory_shortage
 
 KEY, VALUES = Key("language", "weight", WEIGHT), torch.arange(1000.0)
 
@@ -157,49 +154,3 @@ def test_a_container_has_less_than_its_host(tmp_path):
     assert write("400") == 0
     assert write("max") > 10**6
     assert free_memory(tmp_path / "none") > 10**6
-
-
-def _within(kind, cause) -> BaseException:
-    try:
-        try:
-            raise cause
-        except OSError as error:
-            raise kind("a library failed") from error
-    except kind as error:
-        return error
-
-
-def _circle() -> BaseException:
-    error, cause = OSError(errno.EIO, "the storage fails"), RuntimeError("a library failed")
-    error.__context__, cause.__context__ = cause, error
-    return error
-
-
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        FULL,
-        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
-        _within(RuntimeError, FULL),
-    ],
-    ids=["disk", "quota", "cause"],
-)
-def test_a_full_disk_is_named(error, tmp_path):
-    found = full_disk(error, tmp_path)
-    assert str(found).startswith(f"run.dir: {tmp_path} cannot take more files (") and "continues the run" in str(found)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        PermissionError(errno.EACCES, "no"),
-        _circle(),
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/of/another/disk"),
-        _within(DataError, FULL),  # the index of shards on another disk: it has a name and a remedy of its own
-    ],
-)
-def test_other_errors_stay_as_they_are(error, tmp_path):
-    assert full_disk(error, tmp_path) is None

@@ -82,34 +82,6 @@ def filled(found: Reader, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_the_whole_is_in_megatron_s_order(tmp_path, values, prefix):
-    got = filled(reader(tmp_path, values, prefix), 0, 1)
-    q, k, v = (values[f"{part}.weight"].unflatten(0, (GROUPS, -1)) for part in "qkv")
-    assert torch.equal(got["qkv.weight"], torch.cat([q, k, v], dim=1).flatten(0, 1))
-    bias = got["qkv.bias"].unflatten(0, (GROUPS, -1))
-    assert torch.equal(bias[:, :6].flatten(), values["q.bias"]) and torch.equal(bias[:, 8:].flatten(), values["v.bias"])
-    assert not bias[:, 6:8].any(), "keys have no bias there"
-    assert torch.equal(got["fc1.weight"], torch.cat([values["gate.weight"], values["up.weight"]]))
-    assert torch.equal(got["embedding"][:VOCAB], values["embed.weight"]) and not got["embedding"][VOCAB:].any()
-    assert torch.equal(got["patch.weight"], values["patch.weight"].flatten(1))
-    for ours, theirs in (("fc2.weight", "down.weight"), ("norm.weight", "norm.weight")):
-        assert torch.equal(got[ours], values[theirs])
-
-
-def test_every_rank_has_its_part_of_the_whole(tmp_path, values):
-    found = reader(tmp_path, values)
-    whole, parts = filled(found, 0, 1), [filled(found, rank, 2) for rank in range(2)]
-    for name, value in whole.items():
-        dim, relative = CUTS.get(name, (None, (1,)))
-        if dim is None:
-            assert torch.equal(parts[0][name], value) and torch.equal(parts[1][name], value)
-            continue
-        sections = value.split([size * value.size(dim) // sum(relative) for size in relative], dim)
-        for rank, part in enumerate(parts):
-            assert torch.equal(part[name], torch.cat([section.chunk(2, dim)[rank] for section in sections], dim)), name
-
-
 def test_new_rows_are_drawn_alike_on_every_rank(tmp_path, values):
     rows = (Rows("embed.weight", VOCAB), Rows("", 2, std=0.1), Rows("", 1))
     found = reader(tmp_path, values, of=replace(MAP, rules=tuple(

@@ -27,17 +27,6 @@ def _initialised(rank: int, ranks: int, dim: int, stride: int, dtype: torch.dtyp
     return weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ranks", "dim", "stride"), [(1, 0, 1), (4, 0, 1), (4, 1, 1), (2, 0, 2), (4, 0, 3)])
-def test_a_rank_gets_the_bits_that_megatron_core_cuts(ranks, dim, stride, dtype, monkeypatch):
-    for rank in range(ranks):
-        cut = _initialised(rank, ranks, dim, stride, dtype)
-        with drawn_in_parts(), monkeypatch.context() as inside:
-            inside.setattr(torch, "split", None)  # what Megatron-Core cuts by
-            assert torch.equal(_initialised(rank, ranks, dim, stride, dtype), cut)
-        assert cut.isfinite().all()
-
-
 def test_what_is_not_ours_goes_its_way():
     with drawn_in_parts():
         weight = _initialised(1, 2, 1, 1, torch.float32, lambda whole: whole.copy_(torch.arange(80.0).expand(24, 80)))

@@ -238,22 +238,6 @@ def test_matmuls_in_fp8_by_hand():
     assert old == pytest.approx(slow, rel=1e-9) and fast < slow
 
 
-def test_matmuls_in_fp8_are_those_of_each_encoder_and_of_experts():
-    from mimo_train.estimate.flops import module_work
-
-    half = ("train.fp8=tensorwise", "train.precision=bf16")
-    work = module_work(load("vlm_digits", *half), "images", ROWS, 1.0)
-    assert all(layer.in_fp8 == layer.matmuls > 0 for layer in work.layers)
-    assert work.start.in_fp8 == work.end.in_fp8 == 0 < work.end.matmuls
-    none = module_work(load("vlm_digits", *half, "modules.images.fp8=none"), "images", ROWS, 1.0)
-    assert none.whole.in_fp8 == 0 and none.whole.matmuls == work.whole.matmuls
-
-    moe = load("gpt_tiny", *half, "llm@modules.language.llm=gpt_tiny_moe")
-    first = module_work(moe, "language", ROWS, 0.0).layers[0]
-    router = 2 * moe.data.sequence_length * moe.llm.hidden_size * moe.llm.num_experts
-    assert first.in_fp8 == first.matmuls - router
-
-
 def stages(forward: list[float], backward: list[float], send: float = 0.0) -> list[Stage]:
     """Return a chain."""
     last = len(forward) - 1
@@ -261,18 +245,6 @@ def stages(forward: list[float], backward: list[float], send: float = 0.0) -> li
         Stage(("language",), at, last + 1, at + 1 if at < last else None, send, 1, *seconds, 0.0, 0.0, 0.0)
         for at, seconds in enumerate(zip(forward, backward, strict=True))
     ]
-
-
-@pytest.mark.parametrize(
-    ("number", "microbatches", "chunks"),
-    [(1, 4, 1), (2, 4, 1), (4, 8, 1), (4, 2, 1), (8, 64, 1), (2, 2, 2), (4, 8, 2), (4, 16, 4)],
-)
-def test_equal_stages_take_what_the_bubble_says(number, microbatches, chunks):
-    """(m + (p - 1) / v) times forward and backward: Narayanan et al. 2021, section 2.2."""
-    pipeline = stages([1.0] * number, [2.0] * number)
-    assert schedule_seconds(pipeline, microbatches, chunks) == pytest.approx(
-        3 * microbatches + 3 * (number - 1) / chunks
-    )
 
 
 def test_two_stages_by_hand():

@@ -24,27 +24,6 @@ def size_of(folder) -> int:
     return sum(path.stat().st_size for path in files(folder))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_features_come_back_as_they_were(tmp_path, dtype):
-    features = torch.randn(3, 5).to(dtype)
-    opened(tmp_path).write("a", features.clone().requires_grad_())
-    again = opened(tmp_path)
-    assert torch.equal(again.read("a"), features) and again.read("a").dtype is dtype
-    assert again.read("b") is None
-    assert (again.files.hits, again.files.misses, again.files.damaged) == (2, 1, 0)
-
-
-def test_a_view_is_kept_without_the_rest(tmp_path):
-    whole = torch.randn(1000, 8)
-    opened(tmp_path).write("a", whole[2:4])
-    assert torch.equal(opened(tmp_path).read("a"), whole[2:4]) and size_of(tmp_path) < 1000
-
-
-def test_other_weights_see_nothing(tmp_path):
-    opened(tmp_path).write("a", torch.ones(2, 2))
-    assert opened(tmp_path, fingerprint="others").read("a") is None
-
-
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
 def test_a_damaged_file_is_removed_and_can_be_written_again(tmp_path, damage):
     cache = opened(tmp_path)

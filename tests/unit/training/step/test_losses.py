@@ -8,7 +8,7 @@ import torch
 from mimo_train.config.errors import UserError
 from mimo_train.training.interval import add_step
 from mimo_train.training.step import forward_step
-from mimo_train.training.step.losses import StepLosses, masked_token_loss
+from mimo_train.training.step.losses import StepLosses
 
 ONE, PAIR = torch.tensor(2.0, requires_grad=True), torch.tensor([6.0, 3.0])
 RETURNS = {
@@ -68,23 +68,6 @@ def test_a_microbatch_holds_what_the_model_takes_and_nothing_else():
     with pytest.raises(KeyError, match="attention_mask: not in this microbatch. It has input_ids, .*causal"):
         batch["attention_mask"]
     assert forward_step.get_batch(iter([])) is None
-
-
-def test_the_loss_is_a_sum_with_its_number_of_tokens():
-    total, tokens, report = masked_token_loss(torch.tensor([[1.0, 0, 1]]), torch.tensor([[2.0, 50, 3]]))
-    assert (float(total), int(tokens)) == (5.0, 2) and tokens.dtype == torch.int
-    assert report["lm loss"].tolist() == [5.0, 2.0]
-
-
-def test_only_the_last_stage_of_the_language_model_has_a_loss():
-    features = {"images": torch.zeros(2, 3)}
-    for stage in (model(features, language=False), model(features, last=False)):
-        assert forward_step.mimo_forward_step(None, iter([{"modality_inputs": {}}]), stage) == (features, None)
-        assert stage.inputs["input_ids"] is None
-    mask = torch.tensor([[1.0, 1]])
-    batch = {"input_ids": torch.zeros(1, 2), "loss_mask": mask}
-    output, loss_func = forward_step.mimo_forward_step(None, iter([batch]), model(torch.tensor([[2.0, 4]])))
-    assert float(loss_func(output)[0]) == 6.0
 
 
 def test_features_at_the_last_stage_are_a_clear_error():
