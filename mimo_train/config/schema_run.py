@@ -30,9 +30,6 @@ class RunConfig(Section):
     """Use the CPU fast paths of `mimo_train/cpu/`. `false`: compute as on GPUs."""
     timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)
     """Minutes that a rank waits for its peers in a collective."""
-    step_timeout_minutes: float = key(0.0, at_least=0, below=YEAR, zero_means="as `timeout_minutes`")
-    """As `timeout_minutes`, from the second step after a start; saves and evaluations count as steps. 0: as
-    `timeout_minutes`."""
     hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
     """Seconds without progress until the run names the rank to blame and exits with code 18. See
     docs/reliability.md#hangs."""

@@ -112,10 +112,8 @@ class TrainConfig(Section):
 
 @dataclass
 class OptimConfig(Section):
-    """The optimizer and its schedule, the same for every module."""
+    """AdamW and its schedule, the same for every module."""
 
-    name: str = key("adamw", choices=("adamw",))
-    """`adamw`, so far the only one."""
     lr: float = key(1e-3, at_least=0, at_most=MOST_RATE)
     """Peak learning rate."""
     min_lr: float = key(1e-5, at_least=0, at_most=MOST_RATE)

@@ -85,13 +85,6 @@ class RankGroups:
         return self._groups[key]
 
 
-def limit_waits(minutes: float) -> None:
-    """Set the timeout of collectives of every group of this process from now on. With gloo (torch 2.11) a
-    point-to-point message keeps the timeout its group was made with."""
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
-
-
 @contextmanager
 def _with_group_name(name: str) -> Iterator[None]:
     """Name the group that is made in the block: members meet under its name.

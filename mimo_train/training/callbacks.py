@@ -21,7 +21,6 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.user_code import CALLBACKS, load_code, unusable_code
 from mimo_train.debug.profiling import StepProfiler
 from mimo_train.debug.rerun import require_equal_replicas
-from mimo_train.parallel.groups import limit_waits
 from mimo_train.training.shutdown import is_due
 from mimo_train.training.step.state import GlobalState, StepResult
 
@@ -149,17 +148,16 @@ class Profiling(Callback):
 
 
 class StepChecks(Callback):
-    """Work between steps, before a save: the time limit of collectives after the first step, which compiles
-    (`run.step_timeout_minutes`); the comparison of data-parallel replicas; garbage collection.
+    """Work between steps, before a save: the comparison of data-parallel replicas, and garbage collection.
 
     With `train.manual_gc_interval` above 0, all ranks collect garbage after the same step, so that no rank waits for
     another's collector in a step. Python's own collector is off until the loop ends. Objects alive at the start are
     frozen, because they live for the full run.
     """
 
-    def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], loop: ExitStack):
+    def __init__(self, model: list[MegatronModule], loop: ExitStack):
         """Take a stack that turns Python's collector on again when the loop ends."""
-        self._minutes, self._model, self._loop = cfg.run.step_timeout_minutes, model, loop
+        self._model, self._loop = model, loop
 
     def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:
         if state.cfg.train.manual_gc_interval < 1:
@@ -172,9 +170,6 @@ class StepChecks(Callback):
         gc.freeze()
 
     def on_step_end(self, state: GlobalState, result: StepResult) -> None:
-        if self._minutes:
-            limit_waits(self._minutes)
-            self._minutes = 0.0
         check_replicas_and_collect_garbage(state.cfg, self._model, state.train_state.step)
 
 

@@ -43,7 +43,7 @@ def train(
         events = Callbacks([Profiling(session.profiler), *(callbacks or ())])
         log, saver = StepLog(session, events), Saver(session, events)
         events.add(
-            StepChecks(cfg, session.model, stack),
+            StepChecks(session.model, stack),
             saver,  # before the evaluator: an evaluation that fails or is stopped loses nothing
             Evaluator(session, forward_step, events, saver, evaluation_hooks),
         )

@@ -198,7 +198,7 @@ def test_garbage_is_collected_at_its_interval_and_python_gets_its_collector_back
     gc.enable() if was_on else gc.disable()
     cfg, remaining = load("gpt_tiny", f"train.manual_gc_interval={interval}"), []
     with pytest.raises(KeyError), ExitStack() as loop:
-        events = Callbacks([StepChecks(cfg, [], loop)])
+        events = Callbacks([StepChecks([], loop)])
         state = SimpleNamespace(cfg=cfg, train_state=SimpleNamespace(step=0))
         events.fire("on_train_start", state, [])
         assert gc.isenabled() is (was_on and not interval)
