@@ -256,6 +256,9 @@ def _inputs(folder: Path, medium: str, ids: list[Any]) -> list[dict[str, Any]]:
         return [{"input_ids": row[None]} for row in ids]
     processor, batches = AutoProcessor.from_pretrained(folder), []
     for parts, answer in samples_of(medium):
+        if "suffix" in inspect.signature(processor.__call__).parameters:  # whose other text is seen both ways
+            batches.append(_with_suffix(processor, parts, answer))
+            continue
         prompt = processor.apply_chat_template(
             [{"role": "user", "content": content(parts)}], add_generation_prompt=True
         )
@@ -270,3 +273,14 @@ def _inputs(folder: Path, medium: str, ids: list[Any]) -> list[dict[str, Any]]:
         except ValueError:  # takes no lists for each text
             batches.append(dict(processor(text=text, return_tensors="pt", images=media)))
     return batches
+
+
+def _with_suffix(processor: Any, parts: list[Any], answer: str) -> dict[str, Any]:
+    """Return what PaliGemma gets of a sample; its processor takes no text alone."""
+    images = [image(*part) for part in parts if isinstance(part, tuple)]
+    text = processor.image_token * len(images) + "".join(part for part in parts if isinstance(part, str))
+    if images:
+        return dict(processor(text=[text], images=[images], suffix=[answer], return_tensors="pt"))
+    tokenizer = processor.tokenizer
+    pair = (f"{tokenizer.bos_token}{text}\n", answer + tokenizer.eos_token)
+    return dict(tokenizer(*pair, return_token_type_ids=True, return_tensors="pt"))

@@ -68,7 +68,7 @@ def _tokenizer(source: str, strings: tuple[str, ...]) -> Any:
     names |= {*re.findall(r"tokenizer, [\"'](\w+)_token[\"']", source)}
     tokens = {}
     for name in sorted(names - USUAL.keys() - OTHERS):
-        default = re.search(rf"""\b{name}_token(?::\s*\w+)?\s*=\s*["']([^"'\s]+)["']""", source)
+        default = re.search(rf"""\b{name}_token(?::\s*\w+)?\s*=\s*["']([^"'\s]+)["']""", source, re.I)
         tokens[f"{name}_token"] = default[1] if default else f"<|{name}|>"
     special = {*strings, *TOKEN.findall(source), *tokens.values(), "<|im_start|>", "<|im_end|>"} - {*base}
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sorted(special)])
@@ -159,9 +159,22 @@ def mark_of(processor: Any, kind: str, medium: str) -> str:
     raise ValueError(f"the processor of {kind} has no {medium} token")
 
 
+PREFIXED = """
+{%- for message in messages -%}
+  {%- if message.role == 'user' -%}
+    {%- for part in message.content if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- endfor -%}
+    {{- bos_token -}}
+    {%- for part in message.content if part.type == 'text' -%}{{- part.text -}}{%- endfor -%}
+    {{- '\\n' -}}
+  {%- else -%}{{- message.content + eos_token -}}{%- endif -%}
+{%- endfor -%}
+"""
+"""A chat template that writes what PaliGemma's processor does."""
+
+
 def set_template(processor: Any, kind: str, media: list[str]) -> None:
-    """Give a processor the chat template of Qwen-VL, with its own tokens for media."""
-    template = QWEN_VL
+    """Give a processor the chat template of Qwen-VL, or that of its own, with its own tokens for media."""
+    template = PREFIXED if kind == "paligemma" else QWEN_VL
     for medium in media:
         usual = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
         template = template.replace(usual[medium], mark_of(processor, kind, medium))
