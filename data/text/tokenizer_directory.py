@@ -13,7 +13,7 @@ from data.text.tokens import ROLES, ByteTokenizer, HuggingFaceTokenizer, Tokeniz
 
 COPIED = (
     *("tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("*.model", "*.tiktoken", "chat_template*", "*.py"),
+    *("*.model", "*.tiktoken", "tekken.json", "chat_template*", "*.py"),
 )
 TEMPLATE = "chat_template.jinja"
 

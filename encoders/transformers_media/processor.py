@@ -4,7 +4,7 @@ the model gets of it. Text is known from sizes alone: the processor runs once on
 import math
 import re
 from bisect import bisect_left
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import Any
 
@@ -17,6 +17,8 @@ SIZES = 2**16
 """Sizes whose text is kept."""
 USUAL = (3, 336, 336)
 """Shape of an image whose text is tried."""
+VOXTRAL_FRAMES = 8
+"""Frames of audio that a token of Voxtral stands for."""
 
 
 class MediaProcessor:
@@ -135,6 +137,8 @@ class MediaProcessor:
     def _process(self, item: torch.Tensor) -> tuple[dict[str, Any], tuple[int, ...]]:
         """Return the processor's tensors and tokens of an item."""
         process = self._processor._process_images if self.kind == "image" else self._processor._process_audio
+        if hasattr(self._processor, "_retrieve_input_features"):
+            process = partial(_voxtral, self._processor)
         try:
             inputs, texts = process([[item]] if self.kind == "image" else [item.numpy()], **self._options)
             if not (texts[0].startswith(self.start) and texts[0].endswith(self.end)):
@@ -202,6 +206,14 @@ class MediaProcessor:
                 if token is not None:
                     return str(getattr(token, "content", token))
         raise EncoderError(f"{type(self._processor).__name__} of {self.path} has no {self.kind} token")
+
+
+def _voxtral(processor: Any, audio: list[Any], **options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the tensors of audio and its text as Voxtral's processor does by means of mistral_common (`AudioEncoder`
+    of 1.13), which requires an older numpy than ours: the processor pads audio to chunks of 30 seconds."""
+    frames = processor._retrieve_input_features(audio, **options)
+    tokens = frames.size(0) * frames.size(2) // VOXTRAL_FRAMES
+    return {"input_features": frames}, [f"[BEGIN_AUDIO]{processor.audio_token * tokens}"]
 
 
 def silence_and_tone(length: int, rate: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from mimo_train.config.schema_mix import (
     validation_faults,
 )
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of files in a folder with a Hugging Face tokenizer."""
 
 

@@ -8,7 +8,7 @@ from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.pretrained.hub import model_keys, named_in_hub, say
 from mimo_train.config.pretrained.weight_files import Unreadable, parsed, read_error, require_no_pointer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tokenizer_config.json")
 """A directory with a tokenizer has one of these."""
 
 

@@ -170,6 +170,7 @@ FIXES: dict[str, dict[str, Any]] = {
         for name in ("acoustic", "semantic")
         for key, value in (("num_filters", 4), ("depths", [1] * 7), ("vae_std", 0.0))  # noise would differ
     },
+    "voxtral": {"audio_config.intermediate_size": 256, "audio_config.max_source_positions": 1500},
     "vipllava": {"vision_feature_layers": [-2, -1]},
 }  # fmt: skip
 """Values by type and key, with the keys of parts before a dot."""

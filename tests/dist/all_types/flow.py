@@ -259,14 +259,18 @@ def _inputs(folder: Path, medium: str, ids: list[Any]) -> list[dict[str, Any]]:
         if "suffix" in inspect.signature(processor.__call__).parameters:  # whose other text is seen both ways
             batches.append(_with_suffix(processor, parts, answer))
             continue
-        prompt = processor.apply_chat_template(
-            [{"role": "user", "content": content(parts)}], add_generation_prompt=True
+        renderer = processor.tokenizer if hasattr(processor, "_retrieve_input_features") else processor  # Voxtral's
+        prompt = renderer.apply_chat_template(
+            [{"role": "user", "content": content(parts)}], add_generation_prompt=True, tokenize=False
         )
         media = [clip(*part) if len(part) == 1 else image(*part) for part in parts if isinstance(part, tuple)]
         options = {"images": [media]} if medium == "image" else {"audio": media}
         text = [prompt + answer + "<|im_end|>\n"]
         if not media:
             batches.append(dict(processor.tokenizer(text=text, return_tensors="pt")))
+            continue
+        if renderer is not processor:
+            batches.append(_of_voxtral(processor, text, media))
             continue
         try:
             batches.append(dict(processor(text=text, return_tensors="pt", **options)))
@@ -284,3 +288,11 @@ def _with_suffix(processor: Any, parts: list[Any], answer: str) -> dict[str, Any
     tokenizer = processor.tokenizer
     pair = (f"{tokenizer.bos_token}{text}\n", answer + tokenizer.eos_token)
     return dict(tokenizer(*pair, return_token_type_ids=True, return_tensors="pt"))
+
+
+def _of_voxtral(processor: Any, text: list[str], media: list[Any]) -> dict[str, Any]:
+    """Return what Voxtral gets of a clip of less than 30 seconds: mistral_common, which wants an older numpy than ours,
+    writes 375 tokens behind one for the beginning."""
+    options = processor._merge_kwargs()["audio_kwargs"]
+    ids = processor.tokenizer([text[0].replace("[AUDIO]", "[BEGIN_AUDIO]" + "[AUDIO]" * 375)], return_tensors="pt")
+    return {**ids, "input_features": processor._retrieve_input_features(media, **options)}

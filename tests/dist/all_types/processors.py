@@ -42,6 +42,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "perception_lm": {"processor": {"patch_size": 14}},
 }  # fmt: skip
 """Arguments of a processor and its parts, by type."""
+IDS = {"voxtral": {"[AUDIO]": 24, "[BEGIN_AUDIO]": 25}}
+"""Ids of tokens that a processor takes as known, by type."""
 LENGTHS = {"gemma3": 16, "paligemma": 196}
 """Tokens of an image that a processor takes from its image processor, by type."""
 MARKS = {"hunyuan_vl": "<|image_start|><|image|><|image_end|>"}
@@ -56,11 +58,13 @@ def _source(built: type) -> str:
     return "".join(inspect.getsource(sys.modules[name]) for name in sorted(modules))
 
 
-def _tokenizer(source: str, strings: tuple[str, ...]) -> Any:
+def _tokenizer(source: str, strings: tuple[str, ...], kind: str) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     base = ["<pad>", "<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    for token, at in IDS.get(kind, {}).items():
+        base.insert(at, token)
     core = Tokenizer(models.BPE(vocab={token: at for at, token in enumerate(base)}, merges=[], unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -71,7 +75,8 @@ def _tokenizer(source: str, strings: tuple[str, ...]) -> Any:
         default = re.search(rf"""\b{name}_token(?::\s*\w+)?\s*=\s*["']([^"'\s]+)["']""", source, re.I)
         tokens[f"{name}_token"] = default[1] if default else f"<|{name}|>"
     special = {*strings, *TOKEN.findall(source), *tokens.values(), "<|im_start|>", "<|im_end|>"} - {*base}
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sorted(special)])
+    special_tokens = [*IDS.get(kind, ()), *sorted(special)]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     usual = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, **usual, model_specific_special_tokens=tokens)
 
@@ -121,7 +126,7 @@ def tiny_processor(kind: str, config: Any, strings: tuple[str, ...] = ()) -> Any
     source, parts = _source(built), {}
     for attribute in built.get_attributes():
         if "tokenizer" in attribute:
-            parts[attribute] = _tokenizer(source, strings)
+            parts[attribute] = _tokenizer(source, strings, kind)
         else:
             part = _part(attribute, kind)
             parts[attribute] = part(**_options_of_part(part, attribute, kind, config))

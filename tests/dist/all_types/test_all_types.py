@@ -24,7 +24,7 @@ FEW = {
 }
 """Types that always run, and what is special."""
 PACKAGES = {
-    "fast_vlm": "timm", "gemma3n": "timm", "perception_lm": "timm", "smolvlm": "num2words", "voxtral": "mistral_common",
+    "fast_vlm": "timm", "gemma3n": "timm", "perception_lm": "timm", "smolvlm": "num2words",
 }  # fmt: skip
 """Packages that processors and models of types need, which are no dependencies."""
 NOT_RUN = dict.fromkeys(
