@@ -40,7 +40,8 @@ class Rule:
     ours: str
     """Name of the parameter in its module, as in a single process."""
     rows: tuple[Rows, ...]
-    """Rows in order; together they are the whole parameter."""
+    """Rows in order; together they are the whole parameter. Those of a stack of matrices are counted through if they
+    have a `tail`."""
     fp32: bool = False
     """True if directories keep it in fp32 whatever the dtype of their weights."""
 

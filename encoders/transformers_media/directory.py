@@ -201,7 +201,7 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
 
 def without_language(model: PreTrainedModel, kind: str = "") -> PreTrainedModel:
     """Take the language model and the output layer out of a model in place, and return it; with `kind` also the modules
-    of other kinds of media. Statistics of batch norms become frozen parameters."""
+    of other kinds of media. Buffers with weights, such as statistics of batch norms, become frozen parameters."""
     language, head = model.get_decoder(), model.get_output_embeddings()
     removed = {id(module) for module in language.modules()} | {id(head)}
     if kind:
@@ -210,12 +210,13 @@ def without_language(model: PreTrainedModel, kind: str = "") -> PreTrainedModel:
         for name, child in list(owner.named_children()):
             if id(child) in removed:
                 setattr(owner, name, None)
-    for norm in [module for module in model.modules() if isinstance(module, _BatchNorm)]:
-        for name in ("running_mean", "running_var"):
-            value = getattr(norm, name)
-            delattr(norm, name)
-            norm.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
-        norm._non_persistent_buffers_set.add("num_batches_tracked")
+    for owner in model.modules():
+        for name, value in list(owner.named_buffers(recurse=False)):
+            if name not in owner._non_persistent_buffers_set and value.is_floating_point():
+                delattr(owner, name)
+                owner.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        if isinstance(owner, _BatchNorm):
+            owner._non_persistent_buffers_set.add("num_batches_tracked")
     return model
 
 
@@ -235,6 +236,8 @@ def without_media(model: PreTrainedModel) -> PreTrainedModel:
         for name, child in list(owner.named_children()):
             if next(child.parameters(), None) is not None and not any(child is other for other in owners):
                 setattr(owner, name, None)
+        for name, _ in list(owner.named_parameters(recurse=False)):
+            owner.register_parameter(name, None)
     return model
 
 

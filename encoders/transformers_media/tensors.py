@@ -109,13 +109,16 @@ class Tensors:
             converter.add_tensor(name, file, pattern, numbers.view(-1, *columns).expand(files[file]))
         for target, value in converter.convert(name, config=self._config).items():
             numbers = value[0] if isinstance(value, list) else value
+            shape = tuple(numbers.shape)
+            if numbers.dim() == 3 and bool((numbers != numbers[:, :1]).any()):
+                numbers = numbers.flatten(0, 1)  # matrices of experts, whose rows are counted through
             columns_of_rows = numbers.reshape(len(numbers), -1)
             first = columns_of_rows[:, :1]
-            if tuple(numbers.shape) == self.shapes.get(target) and bool((columns_of_rows == first).all()):
+            if shape == self.shapes.get(target) and bool((columns_of_rows == first).all()):
                 numbered = enumerate(first.flatten().tolist())
                 runs = groupby(numbered, lambda pair: (origins[pair[1]][0], pair[1] - pair[0]))
                 rows = [(file, [origins[number][1] for _, number in run]) for (file, _), run in runs]
-                yield self._rule(target, [Rows(file, len(run), run[0]) for file, run in rows])
+                yield self._rule(target, [Rows(file, len(run), run[0], files[file][1:]) for file, run in rows])
 
     def _rule(self, name: str, rows: Sequence[Rows]) -> Rule:
         return Rule(name, tuple(rows), fp32=name in self.float32)

@@ -19,6 +19,7 @@ from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.parts import is_adapter
 from mimo_train.hf.directory import write_config, write_json
 from mimo_train.hf.documents import Document, Whole, Written, grown
+from mimo_train.hf.fill import as_rows
 from mimo_train.hf.tensors import Planned, write_tensors
 from mimo_train.models.lora import adapted_layers
 from mimo_train.models.parameters import modules_of
@@ -172,13 +173,14 @@ def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[t
 
 
 def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: dict[str, torch.Tensor]) -> None:
-    at = 0
+    at, shape = 0, tuple(value.shape)
+    value = as_rows(value.contiguous(), sum(rows.count for rows in rule.rows))
     for rows in rule.rows:
         part = value[at : at + rows.count]
         at += rows.count
         if not rows.name:
             continue
-        tail = rows.tail or tuple(value.shape[1:])
+        tail = rows.tail or shape[1:]
         if rows.name not in theirs:
             theirs[rows.name] = torch.empty(counts[rows.name], *tail, dtype=value.dtype)
         theirs[rows.name][rows.first : rows.first + rows.count * rows.step : rows.step] = part.reshape(

@@ -76,7 +76,7 @@ class Reader(MatchedPart):
                 self._fill(value, self._rules[name], cuts[name])
 
     def _fill(self, parameter: torch.Tensor, rule: Rule, cut: Cut) -> None:
-        local = parameter.data.view(len(parameter), -1)
+        local = as_rows(parameter.data, sum(rows.count for rows in _pieces(rule, cut)))
         width = local.size(1) * (cut.ranks if cut.dim == 1 else 1)
         at = 0
         for rows in _pieces(rule, cut):
@@ -109,7 +109,7 @@ class Reader(MatchedPart):
         width = prod(named.stack[2:] if named.stack else self._stored_shape(named.name)[1:])
         first, last = cut.columns(width) or (0, width)
         width = last - first
-        if (len(parameter), parameter.numel() // len(parameter)) == (rows, width):
+        if tuple(as_rows(parameter, rows).shape) == (rows, width):
             return ""
         named_rows = dict.fromkeys(rows.name for rows in rule.rows if rows.name)
         in_file = " and ".join(f"{stored_name} {self._stored_shape(stored_name)}" for stored_name in named_rows)
@@ -126,6 +126,12 @@ class Reader(MatchedPart):
                 f"{self._key}: {name} of {self.folder} are no sinusoids, and positions are computed here: no "
                 "encoder of this family"
             )
+
+
+def as_rows(parameter: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a parameter as a matrix; the rows of a stack of matrices are counted through if they are `rows`."""
+    is_stack = parameter.dim() == 3 and parameter.size(0) * parameter.size(1) == rows
+    return parameter.view(rows if is_stack else len(parameter), -1)
 
 
 def _pieces(rule: Rule, cut: Cut) -> Iterator[Rows]:

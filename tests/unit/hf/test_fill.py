@@ -251,3 +251,21 @@ def test_a_square_matrix_has_the_form_of_the_others_and_other_shapes_are_errors(
     assert read(gate_up=(2, 4, 4), down=(2, 2, 4)).transposed
     with pytest.raises(UserError, match=r"down has shape \(2, 4, 3\) there, and \(2, 4, 2\) here"):
         read(gate_up=(2, 4, 4), down=(2, 4, 3))
+
+
+def test_a_stack_of_matrices_is_read_from_several_tensors_and_written_to_them(tmp_path):
+    torch.manual_seed(3)
+    stored = {f"{at}.{name}": torch.randn(MIDDLE, OUT) for at in range(EXPERTS) for name in ("gate", "up")}
+    rows = tuple(Rows(name, MIDDLE, tail=(OUT,)) for name in stored)
+    weights = WeightMap((Rule("stack", rows),))
+    save_file(stored, tmp_path / SINGLE)
+    found, value = Reader(TensorFolder(tmp_path, KEY), weights, KEY), torch.empty(EXPERTS, 2 * MIDDLE, OUT)
+    found.fill({"stack": value}, {"stack": Cut()})
+    assert torch.equal(value.flatten(0, 1), torch.cat([*stored.values()]))
+    part, source = Written("images", weights), SimpleNamespace(load={"stack": value}.__getitem__)
+    planned = planned_tensors(part, {"stack": value}, torch.float32)
+    written = list(tensors_of(part, source, torch.float32))
+    assert {plan.name: plan.shape for plan in planned} == dict.fromkeys(stored, (MIDDLE, OUT))
+    assert all(torch.equal(value, stored[plan.name]) for plan, value in zip(planned, written, strict=True))
+    with pytest.raises(UserError, match=r"make 24 x 6, stack here is \(48, 3\)"):
+        found.fill({"stack": torch.empty(48, 3)}, {"stack": Cut()})
