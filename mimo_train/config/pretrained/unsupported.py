@@ -14,7 +14,7 @@ MEDIA = _by_type(
         "reads codes of an audio codec": "kyutai_speech_to_text",
         "adds audio to every token": "voxtral_realtime",
         "reads the text in its Q-Former too": "instructblip instructblipvideo",
-        "puts image features in front of the text": "blip git",
+        "puts image features in front of the text": "blip blip-2 fuyu git",
         "has embeddings of images in its language model": "kosmos-2 kosmos-2.5 phi4_multimodal",
         "generates blocks by diffusion": "diffusion_gemma",
         "has a processor without a token for images": "pp_chart2table",

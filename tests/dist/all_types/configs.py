@@ -117,11 +117,15 @@ FIXES: dict[str, dict[str, Any]] = {
     "cohere_compass": {
         "text_config.rope_parameters": {kind: rope | {"mrope_section": [2, 3, 3]} for kind, rope in _BOTH.items()}
     },
-    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2": {
+        "text_config.mlp_layer_types": ["dense", "sparse"], "vision_config.sam_config.output_channels": 16,
+        "vision_config.sam_config.downsample_channels": [32, 64],
+    },
     "dots3_note": {
-        "text_config.num_key_value_heads": 4, "text_config.swa_head_dim": 32, "text_config.qk_head_dim": 32,
-        "vision_config.num_key_value_heads": 4, "vision_config.adapter_in_dim": 64, "vision_config.adapter_out_dim": 64,
-        "audio_config.adapter_input_size": 64,
+        "text_config.num_key_value_heads": 4, "text_config.head_dim": 32, "vision_config.adapter_in_dim": 64,
+        "vision_config.adapter_out_dim": 64, "vision_config.mlp_layer_types": ["dense", "sparse"],
+        "vision_config.per_layer_config": {"1": {"num_local_experts": 4, "num_experts_per_tok": 2}},
+        "audio_config.adapter_input_size": 64, "audio_config.adapter_out_dim": 64,
     },
     "ernie4_5_vl_moe": _mrope(3, 3, 2),
     "fast_vlm": {"image_seq_length": 16, "vision_config.hidden_size": 3072},
@@ -156,8 +160,19 @@ FIXES: dict[str, dict[str, Any]] = {
         "out_hidden_size": 256, "audio_config.num_hidden_layers": 4, "audio_config.hidden_sizes": [64] * 4,
         "audio_config.depths": [1] * 4,
     },
+    "nemo_speechlm": {
+        "text_config.n_groups": 2, "text_config.layers_block_type": ["linear_attention", "full_attention"],
+        "audio_config.diarization_config.head_config.audio_hidden_size": 64,
+    },
     "nemotron_h_omni": {"text_config.n_groups": 2},
     "paligemma": {"vision_config.patch_size": 16, "vision_config.image_size": 224},
+    "perception_lm": {
+        "projector_pooling_ratio": 2, "vision_config.architecture": "vit_pe_core_tiny_patch16_384",
+        "vision_config.do_pooling": False, "vision_config.model_args": {
+            "embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [64, 64], "ref_feat_shape": [4, 4],
+            "global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1,
+        },
+    },
     "qwen2_5_omni": {"thinker_config.text_config.rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen3_omni_moe": {
         "thinker_config.text_config.rope_parameters": ROPE | {"mrope_section": [2, 3, 3]},
@@ -165,6 +180,9 @@ FIXES: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp": {**_mrope(2, 3, 3), **{f"text_config.{key}": value for key, value in _INDEXER.items()}},
     "step3p7": {"text_config.sliding_window": 512},
+    "unlimited_ocr": {
+        "vision_config.sam_config.output_channels": 16, "vision_config.sam_config.downsample_channels": [32, 64],
+    },
     "vibevoice_asr": {
         f"{name}_tokenizer_encoder_config.{key}": value
         for name in ("acoustic", "semantic")
@@ -176,6 +194,7 @@ FIXES: dict[str, dict[str, Any]] = {
 """Values by type and key, with the keys of parts before a dot."""
 FIXES |= {
     "bamba": {"attn_layer_indices": [1]},
+    "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 32},
     "dots1": {"norm_topk_prob": True},
     "falcon_h1": {"mamba_d_ssm": 128},
     "cohere_compass_text": {"rope_parameters": _BOTH},

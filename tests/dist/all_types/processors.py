@@ -29,17 +29,22 @@ _TILES = {"image_processor": {"size": {"shortest_edge": 336}, "crop_size": {"hei
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "aria": {"processor": {"size_conversion": {490: 128, 980: 128}}},
     "aya_vision": {"processor": {"patch_size": 28}, **_square(364)},
+    "dots3_note": {"image_processor": {"temporal_patch_size": 1}},
     "fast_vlm": {
         "processor": {"patch_size": 64},
         "image_processor": {"size": {"shortest_edge": 256}, "crop_size": {"height": 256, "width": 256}},
     },
     "got_ocr2": _square(1024), "internvl": _square(448), "qianfan_ocr": _square(448),
     "granite_docling": {"processor": {"image_seq_len": 81}},
+    "unlimited_ocr": {"image_processor": {"size": {"height": 256, "width": 256}, "tile_size": 128}},
     "step3p7": {"image_processor": {"patch_size": 504}},  # of tiles
     "granite4_vision": {"processor": {"downsample_rate": "1/2"}, **_TILES},
     "llava_next": _TILES, "llava_next_video": _TILES,
     "llava_onevision": {"processor": {"num_image_tokens": 729, "vision_feature_select_strategy": "full"}},
-    "perception_lm": {"processor": {"patch_size": 14}},
+    "nemo_speechlm": {"feature_extractor": {"feature_size": 128}},
+    "perception_lm": {
+        "processor": {"patch_size": 16, "pooling_ratio": 2}, "image_processor": {"tile_size": 64, "max_num_tiles": 4},
+    },
 }  # fmt: skip
 """Arguments of a processor and its parts, by type."""
 IDS = {"voxtral": {"[AUDIO]": 24, "[BEGIN_AUDIO]": 25}}

@@ -27,11 +27,6 @@ PACKAGES = {
     "fast_vlm": "timm", "gemma3n": "timm", "perception_lm": "timm", "smolvlm": "num2words",
 }  # fmt: skip
 """Packages that processors and models of types need, which are no dependencies."""
-NOT_RUN = dict.fromkeys(
-    "blip-2 deepseek_ocr2 dots3_note dots3_note_text fuyu nemo_speechlm perception_lm unlimited_ocr".split(),
-    "no sizes fit yet",
-)
-"""Types of which a tiny model cannot be made, and why."""
 
 
 def _types() -> list[str]:
@@ -47,8 +42,6 @@ def _types() -> list[str]:
 def test_a_type_is_trained_in_its_tier(kind, tmp_path):
     if kind in PACKAGES:
         pytest.importorskip(PACKAGES[kind])
-    if kind in NOT_RUN:
-        pytest.skip(NOT_RUN[kind])
     (found,) = run_ranks(outcome, 1, kind, tmp_path)
     if isinstance(found, str):
         pytest.skip(f"not supported: {found}")
