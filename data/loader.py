@@ -244,7 +244,7 @@ class StepLoader:
     def _sources(self, plan: StepPlan, samples: Sequence[TextSample], batch: dict[str, Any]) -> torch.Tensor:
         """Return the source of each token, int64 as `input_ids`; 0 for trailing padding of a packed row."""
         numbers = np.array([sample.number for sample in samples], dtype=np.int64)
-        sources, tokens = self._dataset.sources_of(numbers), batch["input_ids"]
+        sources, tokens = self._dataset.order.sources(numbers), batch["input_ids"]
         if not plan.packed:
             return torch.from_numpy(sources)[:, None].expand_as(tokens).contiguous()
         lengths = plan.lengths_in_row(numbers, tokens.size(1))

@@ -180,7 +180,7 @@ def open_dataset(
     samples = build_dataset(cfg, tokenizer, held_out=held_out)
     length = len(samples)
     if held_out is None:
-        samples.set_phases(Mixing(cfg, run.batch, samples.source_sizes).phases)
+        samples.set_phases(Mixing(cfg, run.batch, samples.order.sizes).phases)
     else:
         length = min(cfg.train.eval_samples or length, length)
     return RunDataset(run, tokenizer, samples, length, held_out is not None)

@@ -18,41 +18,11 @@ import torch
 from PIL import Image
 
 from data.errors import DecodeError, reason_of
-from data.media.audio import decode_audio
 from data.media.headers import import_heif, parse_header_bytes
 from data.media.options import BOUNDS, WHITE, Bounds, Colour, Resize
-from data.media.video import decode_video
 
 _RGB = 3
 """`torchvision.io.ImageReadMode.RGB`."""
-
-
-def decode_frames(
-    raw: bytes,
-    count: int,
-    size: tuple[int, int],
-    resize: Resize,
-    canvas: tuple[int, int] | None = None,
-    bounds: Bounds = BOUNDS,
-) -> list[torch.Tensor]:
-    """Return `count` frames of a video (`decode_video`), each `fitted`."""
-    return [fitted(frame, size, resize, canvas, bounds) for frame in decode_video(raw, count, bounds)]
-
-
-def decode_media(
-    kind: str,
-    raw: bytes,
-    size: tuple[int, int],
-    resize: Resize,
-    canvas: tuple[int, int] | None = None,
-    bounds: Bounds = BOUNDS,
-    background: Colour | None = WHITE,
-) -> torch.Tensor:
-    """Return an image, `fitted`, or audio, float32 [samples], of `Media.size`. Raises DecodeError if it is damaged, or
-    above its bounds."""
-    if kind == "image":
-        return fitted(decode_image_file(raw, bounds, background), size, resize, canvas, bounds)
-    return decode_audio(raw, rate=size[1], samples=size[0], bounds=bounds)
 
 
 def decode_image_file(raw: bytes, bounds: Bounds = BOUNDS, background: Colour | None = WHITE) -> torch.Tensor:

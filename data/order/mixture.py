@@ -81,13 +81,6 @@ class Mixture:
         added = np.bincount(self._pattern(cycle, block)[0][:rest], minlength=len(base))
         return [before + int(count) for before, count in zip(base, added, strict=True)]
 
-    def item(self, place: int) -> tuple[int, int]:
-        """Return (source, item of the source) at a place."""
-        cycle, block, rest = self._at(place)
-        sources, items = self._pattern(cycle, block)
-        source = int(sources[rest])
-        return source, self._before(cycle, block)[source] + int(items[rest])
-
     def items(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, items of the sources) at places, int64."""
         places = np.asarray(places, dtype=np.int64)
@@ -147,12 +140,6 @@ class Phases:
         at = self._at(places)
         added = self._mixtures[at].counts(places - self._starts[at])
         return [before + count for before, count in zip(self._before[at], added, strict=True)]
-
-    def item(self, place: int) -> tuple[int, int]:
-        """Return (source, item of the source) at a place."""
-        at = self._at(place)
-        source, item = self._mixtures[at].item(place - self._starts[at])
-        return source, self._before[at][source] + item
 
     def items(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, items of the sources) at places, int64."""

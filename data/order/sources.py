@@ -76,12 +76,17 @@ class MixedOrder:
         """Make the order. Without `phases`, sizes are weights. See `GlobalOrder` for the other arguments."""
         self.parts, self.size = tuple(parts), sum(part.size for part in parts)
         self._seed, self._shuffle, self._block = seed, shuffle, block
-        self._places = Phases(phases or [(0, whole_weights([part.size for part in parts]))], seed)
+        self._places = Phases(phases or [(0, whole_weights(self.sizes))], seed)
         # The first source has the same order as without the others.
         seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(len(parts))]
         self._orders = [
             GlobalOrder(part.size, part_seed, shuffle, block) for part, part_seed in zip(parts, seeds, strict=True)
         ]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of each source."""
+        return [part.size for part in self.parts]
 
     @property
     def phases(self) -> list[Phase]:
@@ -94,8 +99,7 @@ class MixedOrder:
 
     def row(self, number: int) -> int:
         """Return the global row of sample `number` (>= 0)."""
-        source, item = self._places.item(number)
-        return int(self.parts[source].at(np.asarray([self._orders[source].row(item)]))[0])
+        return int(self.rows(np.array([number]))[0])
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Return `row` of each of `numbers`, int64."""
@@ -106,12 +110,8 @@ class MixedOrder:
             rows[of_source] = self.parts[source].at(self._orders[source].rows(items[of_source]))
         return rows
 
-    def source(self, number: int) -> int:
-        """Return the source of sample `number`."""
-        return self._places.item(number)[0]
-
     def sources(self, numbers: np.ndarray) -> np.ndarray:
-        """Return `source` of each of `numbers`, int64."""
+        """Return the source of each sample number, int64."""
         return self._places.items(numbers)[0]
 
     def counts(self, numbers: int) -> list[int]:

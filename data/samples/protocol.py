@@ -51,25 +51,6 @@ class Samples(ABC):
         """Return the samples of one epoch."""
         return self.order.size
 
-    @property
-    def source_sizes(self) -> list[int]:
-        """The samples of each source."""
-        return [part.size for part in self.order.parts]
-
-    def sources_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the source index of each sample, int64."""
-        return self.order.sources(np.asarray(numbers, dtype=np.int64))
-
-    def source_counts(self, numbers: int) -> list[int]:
-        """Return the samples of each source among the first `numbers`."""
-        return self.order.counts(numbers)
-
-    def exhausted(self) -> tuple[int, int]:
-        """Return (source, numbers): the first source to repeat a sample, and the sample numbers before that."""
-        ends = self.order.exhausted()
-        assert ends is not None, "some source has a weight"
-        return ends
-
     def set_phases(self, phases: Sequence[Phase]) -> None:
         """Set the sources' weights, before readers start."""
         self.order = self.order.with_phases(phases)

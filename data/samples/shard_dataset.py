@@ -24,8 +24,10 @@ from data import collate
 from data.errors import OF_THE_MACHINE, DataError, DecodeError, NothingToLearn, RecordError, SampleError, reason_of
 from data.index.catalogue import open_catalogue
 from data.index.shard_index import Member, ShardIndex
-from data.media.decode import decode_frames, decode_media
+from data.media.audio import decode_audio
+from data.media.decode import decode_image_file, fitted
 from data.media.options import BOUNDS, WHITE, Bounds, Colour
+from data.media.video import decode_video
 from data.order.mixture import Phase
 from data.order.sources import Shards, Source, fingerprint_of, found_shards, order_of, sources_of
 from data.order.step import StepSamples, TextSample
@@ -280,9 +282,11 @@ class ShardDataset(Samples):
             how = spec.resize, spec.canvas(*extent) if spec.canvas else None, self._bounds
             try:
                 if member.frame is not None:
-                    decoded = decode_frames(raw, member.frame.of, size, *how)
+                    decoded = [fitted(frame, size, *how) for frame in decode_video(raw, member.frame.of, self._bounds)]
+                elif spec.kind == "image":
+                    decoded = [fitted(decode_image_file(raw, self._bounds, self._background), size, *how)]
                 else:
-                    decoded = [decode_media(spec.kind, raw, size, *how, self._background)]
+                    decoded = [decode_audio(raw, size[1], size[0], self._bounds)]
                 items += decoded if spec.read is None else map(spec.read, decoded)
             except OF_THE_MACHINE:
                 raise

@@ -9,7 +9,8 @@ from xxhash import xxh3_128_digest
 
 from data.errors import OF_THE_MACHINE, ReadError, ShardError, reason_of
 from data.index.shard_index import Member, ShardIndex
-from data.media.decode import decode_audio, decode_image_file
+from data.media.audio import decode_audio
+from data.media.decode import decode_image_file
 from data.media.video import decode_video
 from data.records.conversation import KINDS
 from data.records.members import NO_FIELDS

@@ -221,7 +221,7 @@ class Fingerprints:
     @classmethod
     def of(cls, dataset: Samples, vocabulary: str) -> "Fingerprints":
         """Return the fingerprints of a run's training samples."""
-        size = (len(dataset.shards), sum(dataset.source_sizes))
+        size = (len(dataset.shards), sum(dataset.order.sizes))
         return cls(dataset.fingerprint, dataset.text_fingerprint, vocabulary, size)
 
     def record(self) -> dict[str, Any]:

@@ -86,11 +86,13 @@ def data_end(run: Run, dataset: Samples, train_state: TrainState) -> DataEnd | N
     cfg = run.cfg
     if cfg.data.exhausted != "stop":
         return None
-    source, numbers = dataset.exhausted()
+    ends = dataset.order.exhausted()
+    assert ends is not None, "some source has a weight"
+    source, numbers = ends
     step = train_state.step + run.batch.steps_within(numbers, train_state.consumed_train_samples)
     if step >= cfg.train.iters:
         return None
-    name, size = dataset.sources[source].name, dataset.source_sizes[source]
+    name, size = dataset.sources[source].name, dataset.order.sizes[source]
     if not step:
         raise ConfigError([too_short(cfg, run.batch, size, name)])
     return DataEnd(step, name, size, cfg.train)

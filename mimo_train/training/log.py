@@ -227,9 +227,9 @@ class StepLog:
         data = self._dataset
         if data is None or len(data.sources) < 2:
             return {}
-        counts = data.source_counts(self._state.train_state.consumed_train_samples)
+        counts = data.order.counts(self._state.train_state.consumed_train_samples)
         values = {}
-        for source, count, size in zip(data.sources, counts, data.source_sizes, strict=True):
+        for source, count, size in zip(data.sources, counts, data.order.sizes, strict=True):
             values[f"samples/{source.name}"], values[f"epochs/{source.name}"] = float(count), count / size
         return values
 

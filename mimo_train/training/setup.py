@@ -175,7 +175,7 @@ def _build(
         dataset = build_dataset(cfg, parts.tokenizer) if dataset is None else dataset
     opened.callback(dataset.close)
     padding = padding_of(cfg)
-    mixing = Mixing(cfg, run.batch, dataset.source_sizes)
+    mixing = Mixing(cfg, run.batch, dataset.order.sizes)
     if padding is not None and isinstance(dataset, ShardDataset):
         count_texts(run, dataset, lambda: any(votes.local()))
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from encoders.initial_weights import bare_layer, draw_weights, drawn
 from encoders.native.vit.patch_spec import PatchSpec
 from encoders.native.vit.patches import Grid, gather_patches, token_by_token
-from encoders.native.vit.positions import interpolate, position_taps, relative_angles
+from encoders.native.vit.positions import position_taps, relative_angles
 from encoders.native.vit.tiles import Tiling
 from encoders.native.vit.tower import TowerSpec
 from encoders.staged import Size, StagedEncoder, to_device
@@ -199,7 +199,12 @@ def _lines_of_image(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -
     inner = tiling.inner
     lines_RCH = canvas_RCH[tiling.top : tiling.top + inner[0], tiling.left : tiling.left + inner[1]]
     if tiling.pooled:
-        # One matrix per axis: the gradient of torch's interpolation is not deterministic on CUDA.
-        lines_RCH = interpolate(lines_RCH, *tiling.pooled, "bilinear")
+        # Not torch's interpolation, whose gradient is not deterministic on CUDA.
+        places, weights = (
+            to_device(part, rows.device) for part in position_taps(*tiling.pooled, tiling.inner, "bilinear")
+        )
+        values = lines_RCH.flatten(0, 1).float()
+        pooled = F.embedding_bag(places, values, mode="sum", per_sample_weights=weights)
+        lines_RCH = pooled.to(rows.dtype).unflatten(0, tiling.pooled)
     ends = newline.expand(len(lines_RCH), 1, -1)
     return torch.cat([thumbnail, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])

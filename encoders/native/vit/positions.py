@@ -32,7 +32,9 @@ def position_taps(
 
     Args:
         learned: rows and columns of the learned grid.
-        method, antialias, corners: as in `interpolate`.
+        method: `bicubic` or `bilinear`.
+        antialias: True to average values of a finer grid.
+        corners: True if the corners of both grids coincide.
     """
     (down, down_weights), (across, across_weights) = (
         _taps_on(before, after, method, antialias, corners)
@@ -52,42 +54,6 @@ def _taps_on(before: int, after: int, method: str, antialias: bool, corners: boo
     most = int((weights != 0).sum(dim=1).max())
     places = weights.abs().argsort(dim=1, descending=True, stable=True)[:, :most]
     return places, weights.gather(1, places)
-
-
-def interpolate(
-    values_RCH: torch.Tensor,
-    rows: int,
-    columns: int,
-    method: str = "bicubic",
-    antialias: bool = False,
-    corners: bool = False,
-) -> torch.Tensor:
-    """Interpolate values on a grid to another of `rows` x `columns`.
-
-    Uses one matrix per axis: the gradient of a matmul is deterministic, unlike that of torch's interpolation on CUDA.
-
-    Args:
-        values_RCH: values on a grid of R x C.
-        method: `bicubic` or `bilinear`.
-        antialias: True to average values of a finer grid.
-        corners: True if the corners of both grids coincide.
-
-    Returns:
-        [rows, columns, H]; the same values, to rounding, if the grid is the same.
-    """
-    down, across = (
-        _weights_on(before, after, method, antialias, corners, values_RCH.device, values_RCH.dtype)
-        for before, after in zip(values_RCH.shape[:2], (rows, columns), strict=True)
-    )
-    return torch.einsum("rR,cC,RCH->rcH", down, across, values_RCH)
-
-
-@lru_cache(maxsize=1024)
-def _weights_on(
-    before: int, after: int, method: str, antialias: bool, corners: bool, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
-    # Kept on the device: the host waits for a copy to it.
-    return _weights(before, after, method, antialias, corners).to(device, dtype)
 
 
 def _weights(before: int, after: int, method: str, antialias: bool, corners: bool) -> torch.Tensor:

@@ -159,7 +159,7 @@ def _add_length(
         except DataError as error:
             report.faults.append(fault_of(error, next(iter(counts))))
             return
-        sizes = dataset.source_sizes
+        sizes = dataset.order.sizes
         if seen.complete:
             seen.fingerprint = dataset.fingerprint
         if data.split or data.validation_fraction:

@@ -233,13 +233,13 @@ def test_it_trains_the_samples_of_the_run_that_was_never_interrupted(shards, run
     plain = Start(1, 1, False, 0, 1, None, False, len(cut), None)
     assert cut == trained(data, run, plain, 0)
     keys = [key for step in cut for key in step]
-    sizes = data.source_sizes
+    sizes = data.order.sizes
     for at, (name, size) in enumerate(zip(run.sources, sizes, strict=True)):
         mine = [key for key in keys if key[0] == name]
         epochs = [mine[first : first + size] for first in range(0, len(mine), size)]
         assert all(len(set(epoch)) == len(epoch) for epoch in epochs), "a sample twice in an epoch"
         assert len({key for epoch in epochs[:-1] for key in epoch}) in (0, size), "an epoch without some samples"
-        assert len(mine) == data.source_counts(done)[at]
+        assert len(mine) == data.order.counts(done)[at]
         if not run.held:
             assert size == SIZES[name]
     phases = phases or [(0, whole_weights(sizes))]

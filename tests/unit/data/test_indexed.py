@@ -140,7 +140,7 @@ def test_samples_of_a_step_are_the_same_at_any_layout_and_after_a_resume(tmp_pat
     data = TokenDataset(sources, tokenizer=BYTES, sequence_length=16, seed=7)
     whole = steps_of(data, 1, 0, 6)
     assert [sorted(one) for one in whole] == [list(range(8 * at, 8 * at + 8)) for at in range(6)]
-    assert np.bincount(data.sources_of(range(48))).tolist() == [36, 12]
+    assert np.bincount(data.order.sources(np.array(range(48)))).tolist() == [36, 12]
     assert steps_of(data, 2, 24, 3) == whole[3:]
     assert steps_of(data, 4, 24, 3, Packing(64)) == whole[3:]
     again = TokenDataset(sources, tokenizer=BYTES, sequence_length=16, seed=7)

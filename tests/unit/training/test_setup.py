@@ -22,7 +22,8 @@ def stopping(*overrides):
 
 def of(samples):
     source = SimpleNamespace(name="a")
-    return SimpleNamespace(exhausted=lambda: (0, samples), sources=[source], source_sizes=[samples])
+    order = SimpleNamespace(exhausted=lambda: (0, samples), sizes=[samples])
+    return SimpleNamespace(order=order, sources=[source])
 
 
 def test_a_run_ends_with_its_data_and_its_config_keeps_its_length():

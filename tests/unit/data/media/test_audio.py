@@ -10,8 +10,8 @@ import torch
 
 from data.errors import DecodeError, MissingLibrary
 from data.index.indexing import build_index
+from data.media.audio import decode_audio
 from data.media.audio_files import parse_audio_header
-from data.media.decode import decode_audio
 from tests.tars import write_tar
 
 av = pytest.importorskip("av")

@@ -9,7 +9,7 @@ import pytest
 from data.build.build import Settings
 from data.errors import DataError
 from data.index.find_shards import find_shards
-from data.media.decode import decode_audio
+from data.media.audio import decode_audio
 from data.storage.reader import ShardReader
 from mimo_train.cli import main
 from tests.tars import write_tar

@@ -14,9 +14,9 @@ import soundfile
 import torch
 
 from data.errors import DecodeError, MemoryShortage, ReadError, RecordError
-from data.media.audio import resampled
+from data.media.audio import decode_audio, resampled
 from data.media.audio_files import parse_audio_header
-from data.media.decode import decode_audio, decode_image_file, fitted
+from data.media.decode import decode_image_file, fitted
 from data.media.headers import parse_header_bytes
 from data.media.options import BOUNDS, Bounds, Resize
 from data.records.records import parse_record
@@ -119,7 +119,7 @@ def test_whatever_a_decoder_or_an_encoder_raises_is_a_bad_sample(dataset, monkey
 
     data = dataset(max_bad_samples=20, shuffle=False)
     with monkeypatch.context() as patch:
-        patch.setattr("data.samples.shard_dataset.decode_media", fails)
+        patch.setattr("data.samples.shard_dataset.decode_image_file", fails)
         items, bad = data.read_media(0, "images")
         assert not items[0].any() and "member .0.png" in bad.reason and type(error).__name__ in bad.reason
         assert "a-000000.tar, key '0000'" in str(bad)

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from data.errors import DataError
@@ -43,7 +44,7 @@ def test_each_source_is_read_by_its_own_fields(folders, dataset):
     data = dataset([Source("talks", folders / "talks"), own], shuffle=False)
     step = data.plan_step(0, 8)
     asked = set()
-    for number, source in enumerate(data.sources_of(range(8)).tolist()):
+    for number, source in enumerate(data.order.sources(np.array(range(8))).tolist()):
         sample, bad = data.read_text(number)
         assert bad is None, bad
         asked.add(prompt_and_truth(data, number))
@@ -58,7 +59,7 @@ def test_each_source_is_read_by_its_own_fields(folders, dataset):
     assert [key for key, _ in data.unread_members()] == []
     plain = dataset([Source("talks", folders / "talks"), Source("labelled", folders / "labelled")], shuffle=False)
     assert {plain.identity(number) for number in range(8)} & {data.identity(number) for number in range(8)} == {
-        data.identity(number) for number in range(8) if not data.sources_of([number])[0]
+        data.identity(number) for number in range(8) if not data.order.sources(np.array([number]))[0]
     }
 
 
