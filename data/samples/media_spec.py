@@ -16,7 +16,7 @@ from data.errors import DataError
 from data.index.shard_index import Frame, Member
 from data.media.options import STRETCHED, Bounds, Resize
 from data.records.conversation import Visual
-from data.text.placeholders import Grid
+from data.text.placeholders import Grid, ItemText
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +52,13 @@ class Media:
     """(height, width) of the canvas that is cut into tiles; (0, 0): not cut. `size` is then the image's own."""
     cut_several: bool = True
     """True if images of a sample with several are cut into tiles too; else the functions get (0, 0) for them."""
-    ids: Callable[[int, int], Sequence[int]] | None = None
-    """Tokens of an item, with separators between those that features replace; None: only these."""
+    text: Callable[[int, int, int], tuple[str, Sequence[int], str]] | None = None
+    """`ItemText` of an item; the third argument is its number among the sample's items of this kind, from 0. None: only
+    the tokens that features replace."""
     read: Callable[[torch.Tensor], dict[str, Any]] | None = None
     """The encoder's input of an item of `size`, by the model's own processor; None: the item itself."""
     identity: str = ""
-    """Text that changes with everything that determines `ids`; empty without it."""
+    """Text that changes with everything that determines `text`; empty without it."""
     bidirectional: str = ""
     """Tokens that see each other: `items`, those of each item; `prefix`, those before the first answer."""
 
@@ -75,6 +76,13 @@ class Media:
     def extents(self, extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the functions' arguments for each item of this kind in a sample, from its extent."""
         return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
+
+    def texts(self, pad: int, extents: Sequence[tuple[int, int]], tokens: Sequence[int]) -> list[ItemText]:
+        """Return the text of each item of this kind in a sample. `pad`: id of the tokens that features replace.
+        `extents`: those of `extents`. `tokens`: number of tokens of each."""
+        if self.text is None:
+            return [ItemText("", [pad] * count, "") for count in tokens]
+        return [ItemText(*self.text(*extent, number)) for number, extent in enumerate(extents)]
 
     def excess(self, size: tuple[int, int], extent: tuple[int, int], bounds: Bounds) -> str | None:
         """Return why an image of (height, width) `size` is too large during processing; None if it is not."""

@@ -29,7 +29,7 @@ from data.text_format import SampleKey, shown
 _VIDEO = -2  # kind of a member whose frames are read as images
 _PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LENGTHS_VERSION = 7
+_LENGTHS_VERSION = 8
 """Raise it if the same texts get other lengths."""
 
 Measured = tuple[tuple[int, int, int], ...]
@@ -79,20 +79,18 @@ class SampleMeta:
         return list(zip(self.tokens[media.module], grids, strict=True))
 
     def media_tokens(self, modules: Sequence[Media], placeholders: Mapping[str, int]) -> MediaTokens:
-        """Return the placeholder ids and tokens of its media. `placeholders`: module -> id."""
-        tokens = {media.module: self._tokens(media, placeholders[media.module]) for media in modules}
+        """Return the placeholder ids and texts of its media. `placeholders`: module -> id."""
+        texts = {
+            media.module: media.texts(placeholders[media.module], self.extents(media), self.tokens[media.module])
+            for media in modules
+        }
         return {
             kind: [
-                [(placeholders[media.module], tokens[media.module][at]) for media in modules if media.kind == kind]
+                [(placeholders[media.module], texts[media.module][at]) for media in modules if media.kind == kind]
                 for at in range(len(members))
             ]
             for kind, members in self.members.items()
         }
-
-    def _tokens(self, media: Media, pad: int) -> list[Sequence[int]]:
-        if media.ids is not None:
-            return [media.ids(*extent) for extent in self.extents(media)]
-        return [[pad] * count for count in self.tokens[media.module]]
 
 
 class SampleTable:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -177,6 +177,12 @@ class JinjaTemplate:
                     f"the chat template writes {self._marks.get(kind, kind)!r} {plural(written, 'time')} for "
                     f"{plural(parts, f'{kind} part')} of the record: it has no place for {noun} there"
                 )
+        remaining = {kind: iter(members) for kind, members in media.items()}
+        items = [next(remaining[kind]) for kind, _, _ in places]
+        if any(item.start or item.end for of_modules in items for _, item in of_modules):
+            text, moved = self._places.insert(text, places, [[item for _, item in of_place] for of_place in items])
+            spans = [replace(span, first=moved(span.first), end=moved(span.end)) for span in spans]
+            places = self._places.find(text)
         tokens = self._tokenize(text, stand_ins)
         learned, answers = [False] * len(tokens.ids), dict[int, int]()
         for span in spans:
@@ -190,12 +196,11 @@ class JinjaTemplate:
             learned[begin:end] = [False] * (end - begin)
         if not places:
             return Encoded(tokens.ids, learned, answers=[(at, turn) for turn, at in answers.items()])
-        remaining = {kind: iter(members) for kind, members in media.items()}
-        replacements = iter([item for kind, _, _ in places for item in next(remaining[kind])])
+        replacements = iter([item for of_place in items for item in of_place])
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
         ids, end = list[int](), 0
         for at in (pads := [at for at, token in enumerate(tokens.ids) if token in self._pads]):
-            pad, replacement = next(replacements)
+            pad, (_, replacement, _) = next(replacements)
             assert pad == tokens.ids[at], "modules of a kind in the order of their placeholders"
             ids += [*tokens.ids[end:at], *replacement]
             end, repeats[at] = at + 1, len(replacement)

@@ -8,8 +8,10 @@ end.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,17 @@ from data.errors import DataError
 from data.records.conversation import MARKERS
 
 NOUNS = {"image": "an image", "audio": "audio"}
+
+
+class ItemText(NamedTuple):
+    """The text of an image or audio item."""
+
+    start: str
+    """Plain text in front of `tokens`. Text next to it may join it."""
+    tokens: Sequence[int]
+    """Tokens that features replace, and separators around and between them."""
+    end: str
+    """Plain text behind `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,7 @@ class Places:
     """Positions of media in the text of a chat template."""
 
     def __init__(self, placeholders: Sequence[Placeholder]) -> None:
+        self._placeholders = placeholders
         self._texts = place_texts(placeholders)
         self._marked = {}
         for kind, text in self._texts.items():
@@ -147,6 +161,26 @@ class Places:
         matches_of_kind = ((kind, re.finditer(re.escape(place), text)) for kind, place in self._texts.items())
         places = [(kind, *match.span()) for kind, matches in matches_of_kind for match in matches]
         return sorted(places, key=lambda place: place[1])
+
+    def insert(
+        self, text: str, places: Sequence[tuple[str, int, int]], items: Sequence[Sequence[ItemText]]
+    ) -> tuple[str, Callable[[int], int]]:
+        """Write the plain text of each place's items, one for each module, around its pads. Return the text, and where
+        a character outside of places is in it."""
+        written, ends, end = "", [0], 0
+        for (kind, first, last), of_modules in zip(places, items, strict=True):
+            forms = [item.text for item in self._placeholders if item.kind == kind]
+            pairs = zip(forms, of_modules, strict=True)
+            written += text[end:first] + "".join(item.start + form + item.end for form, item in pairs)
+            end = last
+            ends.append(len(written))
+        lasts = [0, *(last for _, _, last in places)]
+
+        def moved(character: int) -> int:
+            place = bisect_right(lasts, character) - 1
+            return ends[place] + character - lasts[place]
+
+        return written + text[end:], moved
 
 
 Grid = tuple[int, int]

@@ -16,11 +16,10 @@ from typing import Protocol
 
 from data.errors import RecordError
 from data.records.conversation import MARKERS, Conversation
-from data.text.placeholders import Placeholder
+from data.text.placeholders import ItemText, Placeholder
 
-MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, Sequence[int]]]]]
-"""kind -> per member -> (placeholder id, tokens: placeholders, and separators between them) of each module that takes
-this kind."""
+MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, ItemText]]]]
+"""kind -> per member -> (placeholder id, text) of each module that takes this kind."""
 
 
 @dataclass
@@ -127,11 +126,11 @@ class OwnTemplate:
                 if part.kind == "text":
                     encoded.add(vocabulary.encode(part.text), turn.is_learned)
                     continue
-                for pad, tokens in next(remaining[part.kind]):
+                for pad, item in next(remaining[part.kind]):
                     start, end = self._around.get(pad, ([], []))
-                    encoded.add([*start, *tokens], False)
+                    encoded.add([*start, *vocabulary.encode(item.start), *item.tokens], False)
                     encoded.media_end = len(encoded.tokens)
-                    encoded.add(end, False)
+                    encoded.add([*vocabulary.encode(item.end), *end], False)
             encoded.add([vocabulary.end_of_turn_id], turn.is_learned)
         return encoded
 

@@ -4,10 +4,12 @@ the model gets of it. Text is known from sizes alone: the processor runs once on
 import math
 import re
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -15,10 +17,14 @@ from encoders.errors import EncoderError
 
 SIZES = 2**16
 """Sizes whose text is kept."""
-USUAL = (3, 336, 336)
-"""Shape of an image whose text is tried."""
+TRIED = (64, 64), (336, 672)
+"""Sizes of images whose numbers in a sample are tried."""
 VOXTRAL_FRAMES = 8
 """Frames of audio that a token of Voxtral stands for."""
+
+type Text = tuple[str, tuple[int, ...], str]
+"""The tokens of an item from its first special token to its last, and the plain text in front of them and behind, which
+text next to it may join."""
 
 
 class MediaProcessor:
@@ -26,7 +32,6 @@ class MediaProcessor:
 
     Attributes:
         mark: the text that a chat template writes for an item.
-        start, end: plain text that the processor writes around the tokens of an image, which text next to it may join.
         pad_token: the token that features replace.
         identity: text that changes with what determines the tokens of an item.
         sample_rate: samples per second of audio; 0 for images.
@@ -64,32 +69,46 @@ class MediaProcessor:
         elif "use_image_special_tokens" in options:  # LFM2-VL
             self._options["use_image_special_tokens"] = options["use_image_special_tokens"]
         self._unread = {"input_ids", "attention_mask", "token_type_ids", *processor.unused_input_names}
-        self.start = self.end = ""
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        tokens = sorted({self.mark, self.pad_token, *special}, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, tokens)))
         self._tokenized = lru_cache(SIZES)(self._tokenize)
         self._tokenized("")  # the first call sets options of the shared Rust object
         self._of_image = lru_cache(SIZES)(self._of_empty_image)
-        self._of_audio: dict[int, tuple[int, ...]] = {}
+        self._of_audio: dict[int, Text] = {}
         self._lengths: list[int] = []
         self._lock = Lock()
-        if kind == "image":
-            self.start, self.end = self._around_an_image()
+        self._numbers = self._first_numbers() if kind == "image" else [("", "")]
 
-    def ids(self, extent0: int, extent1: int) -> tuple[int, ...]:
-        """Return the tokens of an item: those that features replace, and separators between them.
+    def text(self, extent0: int, extent1: int, number: int = 0) -> Text:
+        """Return the text of an item, by its size and its number in the sample.
 
         Args:
             extent0, extent1: height and width in pixels, or samples and samples per second.
+            number: 0 for the first item of a sample.
 
         Raises:
             EncoderError: the processor cannot process an item of this size.
         """
         if self.kind == "image":
-            return self._of_image(extent0, extent1)[0]
-        return self._of_length(self.length(extent0, extent1))
+            start, ids, end = self._of_image(extent0, extent1)[0]
+        else:
+            start, ids, end = self._of_length(self.length(extent0, extent1))
+        before, after = self._around(number)
+        if before:
+            start, first, between = self._split(before + start)
+            ids = (*first, *self._tokenized(between), *ids)
+        if after:
+            between, last, end = self._split(end + after)
+            if last:
+                ids = (*ids, *self._tokenized(between), *last)
+            else:
+                end = between
+        return start, ids, end
 
     def rows(self, extent0: int, extent1: int) -> int:
-        """Return the number of tokens that features replace. Arguments and errors as for `ids`."""
-        return self.ids(extent0, extent1).count(self.pad)
+        """Return the number of tokens that features replace. Arguments and errors as for `text`."""
+        return self.text(extent0, extent1)[1].count(self.pad)
 
     def patches(self, height: int, width: int) -> tuple[int, int, int] | None:
         """Return the patches of an image in time, height and width; None if the processor does not say."""
@@ -97,7 +116,7 @@ class MediaProcessor:
 
     def grid(self, height: int, width: int) -> tuple[int, int] | None:
         """Return (rows, columns) of the features of an image; None if they form no grid."""
-        ids, patches = self._of_image(height, width)
+        (_, ids, _), patches = self._of_image(height, width)
         rows = ids.count(self.pad)
         if patches is None or patches[0] != 1 or not rows:
             return None
@@ -116,68 +135,116 @@ class MediaProcessor:
         return all(value.equal(tone[name]) for name, value in silence.items() if isinstance(value, torch.Tensor))
 
     def read(self, item: torch.Tensor) -> dict[str, Any]:
-        """Return the tensors that the model gets of an item, its tokens as `input_ids`, and the number of its features
-        as `rows`.
+        """Return the tensors that the model gets of an item, the tokens of its size as `input_ids`, and the number of
+        its features as `rows`.
 
         Args:
             item: uint8 [3, height, width], or float32 [samples] at `sample_rate`.
 
         Raises:
-            EncoderError: its tokens are not those of its size.
+            EncoderError: its text is not that of its size.
         """
-        inputs, ids = self._process(item)
+        inputs, text = self._process(item)
         expected = self._of_image(*item.shape[1:])[0] if self.kind == "image" else self._of_length(len(item))
-        if ids != expected:
+        ids = text[1]
+        if text != expected:
             raise EncoderError(
                 f"{type(self._processor).__name__} makes {len(ids)} tokens of an item of {[*item.shape]}, and "
-                f"{len(expected)} of an empty one of this size"
+                f"{len(expected[1])} others of an empty one of this size"
             )
         return {**inputs, "input_ids": torch.tensor([ids]), "rows": ids.count(self.pad)}
 
-    def _process(self, item: torch.Tensor) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Return the processor's tensors and tokens of an item."""
+    def _process(self, item: torch.Tensor) -> tuple[dict[str, Any], Text]:
+        """Return the processor's tensors and text of an item."""
+        try:
+            inputs, replacement = self._replace(item)
+            text = self._split(replacement)
+        except NotImplementedError:  # a processor that writes the whole text itself
+            inputs = self._run([item.permute(1, 2, 0).numpy()])
+            text = "", tuple(inputs["input_ids"][0].tolist()), ""
+        return {name: value for name, value in inputs.items() if name not in self._unread}, text
+
+    def _replace(self, item: torch.Tensor) -> tuple[Any, str]:
+        """Return the processor's tensors of an item, and what it writes for the mark."""
         process = self._processor._process_images if self.kind == "image" else self._processor._process_audio
         if hasattr(self._processor, "_retrieve_input_features"):
             process = partial(_voxtral, self._processor)
-        try:
-            inputs, texts = process([[item]] if self.kind == "image" else [item.numpy()], **self._options)
-            if not (texts[0].startswith(self.start) and texts[0].endswith(self.end)):
-                sizes = f"{[*item.shape]} other text than for {[*USUAL]} ({self.start!r}, {self.end!r})"
-                raise EncoderError(f"{type(self._processor).__name__} writes around an item of {sizes}")
-            ids = self._tokenized(texts[0][len(self.start) : len(texts[0]) - len(self.end)])
-        except NotImplementedError:  # a processor that writes the whole text itself
-            text_options = {"text": [self.mark], "add_special_tokens": False, "return_tensors": "pt"}
-            image = Image.fromarray(item.permute(1, 2, 0).numpy())
-            inputs = self._processor(images=[[image]], **text_options)
-            ids = tuple(inputs["input_ids"][0].tolist())
-        return {name: value for name, value in inputs.items() if name not in self._unread}, ids
+        inputs, texts = process([[item]] if self.kind == "image" else [item.numpy()], **self._options)
+        return inputs, texts[0]
 
-    def _around_an_image(self) -> tuple[str, str]:
-        """Return the text in front of the first special token of an image, and behind the last."""
+    def _run(self, images: Sequence[np.ndarray], **options: Any) -> Any:
+        """Return what the processor makes of the marks of a sample's images, each uint8 [height, width, 3]."""
+        options |= {"text": [self.mark * len(images)], "add_special_tokens": False, "return_tensors": "pt"}
+        files = [Image.fromarray(image) for image in images]
         try:
-            _, texts = self._processor._process_images([[torch.zeros(USUAL, dtype=torch.uint8)]], **self._options)
-        except Exception:  # it writes all text itself, or `ids` reports the error of each size
-            return "", ""
-        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        pattern = "|".join(map(re.escape, sorted({self.mark, self.pad_token, *special}, key=len, reverse=True)))
-        spans = [match.span() for match in re.finditer(pattern, texts[0])]
-        return (texts[0][: spans[0][0]], texts[0][spans[-1][1] :]) if spans else ("", "")
+            return self._processor(images=[files], **options)
+        except ValueError:  # it takes no list for each text
+            return self._processor(images=files, **options)
 
-    def _of_empty_image(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
+    def _split(self, text: str) -> Text:
+        """Return a text as tokens and plain text around them; without a special token it is the text in front."""
+        spans = [match.span() for match in self._special.finditer(text)]
+        if not spans:
+            return text, (), ""
+        first, end = spans[0][0], spans[-1][1]
+        return text[:first], self._tokenized(text[first:end]), text[end:]
+
+    def _around(self, number: int) -> tuple[str, str]:
+        """Return what the processor writes around the text of an item's size, by the item's number in its sample."""
+        numbers = self._numbers
+        if len(numbers) > 1 and number >= len(numbers):
+            known, numbers = numbers, self._numbers_of([TRIED[0]] * max(2 * len(numbers), number + 1))
+            self._require_alike(numbers[: len(known)], known)
+            self._numbers = numbers
+        return numbers[min(number, len(numbers) - 1)]
+
+    def _first_numbers(self) -> list[tuple[str, str]]:
+        """Return `_around` of the first two images of a sample, or once if images have no numbers. A processor that
+        does not take marks alone has none. Raise EncoderError if the text of an image depends on other images."""
+        small, large = TRIED
+        try:
+            tried = [self._numbers_of(sizes) for sizes in ([small], [small, large], [large, small])]
+        except EncoderError:
+            raise
+        except Exception:  # `text` reports the error of each size
+            return [("", "")]
+        self._require_alike(tried[1][:1], tried[0])
+        self._require_alike(tried[1], tried[2])
+        return tried[1] if tried[1][0] != tried[1][1] else tried[0]
+
+    def _require_alike(self, text: Any, expected: Any) -> None:
+        if text != expected:
+            raise EncoderError(f"{type(self._processor).__name__} writes other text for an image next to others")
+
+    def _numbers_of(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
+        """Return `_around` of a sample's images of these sizes."""
+        images = [np.zeros((*size, 3), dtype=np.uint8) for size in sizes]
+        inputs = self._run(images, return_text_replacement_offsets=True)
+        if "text_replacement_offsets" not in inputs:
+            return [("", "")] * len(sizes)
+        numbers = []
+        for image, replaced in zip(images, inputs["text_replacement_offsets"][0], strict=True):
+            expected = self._replace(torch.tensor(image).permute(2, 0, 1))[1]
+            before, text, after = replaced["replacement"].partition(expected)
+            self._require_alike(text, expected)
+            numbers.append((before, after))
+        return numbers
+
+    def _of_empty_image(self, height: int, width: int) -> tuple[Text, tuple[int, int, int] | None]:
         reason: Exception | None = None
         # On the meta device no pixel is computed; some processors look at them.
         for device in ("meta", "cpu"):
             try:
-                inputs, ids = self._process(torch.zeros(3, height, width, dtype=torch.uint8, device=device))
+                inputs, text = self._process(torch.zeros(3, height, width, dtype=torch.uint8, device=device))
             except Exception as error:
                 reason = error
                 continue
             grid = inputs.get("image_grid_thw")
-            return ids, None if grid is None else tuple(grid[0].tolist())
+            return text, None if grid is None else tuple(grid[0].tolist())
         raise EncoderError(f"{type(self._processor).__name__} cannot process it: {reason}") from reason
 
-    def _of_length(self, length: int) -> tuple[int, ...]:
-        """Return the tokens of audio. All lengths between two with the same have these: longer audio has no fewer."""
+    def _of_length(self, length: int) -> Text:
+        """Return the text of audio. All lengths between two with the same have this: longer audio has no less."""
         with self._lock:
             if length in self._of_audio:
                 return self._of_audio[length]
@@ -186,14 +253,14 @@ class MediaProcessor:
             if len(around) == 1 and 0 < at < len(self._lengths):
                 return around.pop()
         try:
-            ids = self._process(torch.zeros(length))[1]
+            text = self._process(torch.zeros(length))[1]
         except Exception as error:
             raise EncoderError(f"{type(self._processor).__name__} cannot process it: {error}") from error
         with self._lock:
             if length not in self._of_audio:
-                self._of_audio[length] = ids
+                self._of_audio[length] = text
                 self._lengths.insert(bisect_left(self._lengths, length), length)
-        return ids
+        return text
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -78,7 +78,7 @@ def _by_processor(module: ModuleConfig) -> dict[str, Any]:
     if not isinstance(module.encoder, MediaSpec):
         return {}
     processor = module.encoder.processor()
-    return {"ids": processor.ids, "read": processor.read, "identity": processor.identity}
+    return {"text": processor.text, "read": processor.read, "identity": processor.identity}
 
 
 def tokenizer_of(cfg: ConfigContainer) -> Any:

@@ -19,7 +19,7 @@ from data.media.video import decode_video
 from data.records.conversation import MARKERS, Conversation, Part, Turn, split_markers, with_media
 from data.records.markers import unknown_marker, with_our_markers
 from data.samples.media_spec import MediaInput
-from data.text.placeholders import Place, axis_positions, blocks_of
+from data.text.placeholders import ItemText, Place, axis_positions, blocks_of
 from data.text.tokens import Tokenizer
 from data.text_format import plural
 from mimo_train.config.errors import UserError
@@ -45,12 +45,12 @@ class Medium:
 
 
 class Input(NamedTuple):
-    """An item as a module takes it, its size, the number of its features with their grid, if any, and its tokens."""
+    """An item as a module takes it, its size, the number of its features with their grid, if any, and its text."""
 
     tensor: MediaInput
     size: tuple[int, int]
     place: Place
-    tokens: Sequence[int]
+    text: ItemText
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,15 @@ class Prompts:
         DecodeError if audio is damaged."""
         turns, media = _with_frames(turns, media)
         inputs = self.inputs(media)
-        tokens = {}
+        texts = {}
         for kind in {item.kind for item in self._modules}:
             readers = [item.module for item in self._modules if item.kind == kind]
             of_items = zip(*(inputs[module] for module in readers), strict=True)
-            tokens[kind] = [
-                [(self._places[module], each.tokens) for module, each in zip(readers, item, strict=True)]
+            texts[kind] = [
+                [(self._places[module], each.text) for module, each in zip(readers, item, strict=True)]
                 for item in of_items
             ]
-        return self.with_inputs(self._tokenizer.template.prompt(Conversation(tuple(turns)), tokens), inputs)
+        return self.with_inputs(self._tokenizer.template.prompt(Conversation(tuple(turns)), texts), inputs)
 
     def inputs(self, media: Sequence[Medium]) -> dict[str, list[Input]]:
         """Return the media as each module takes them in a sample that has them all."""
@@ -128,17 +128,19 @@ class Prompts:
         for item in self._modules:
             of_kind = [medium for medium in media if medium.kind == item.kind]
             inputs[item.module] = []
-            for medium, extent in zip(of_kind, item.extents([medium.extent for medium in of_kind]), strict=True):
+            extents = item.extents([medium.extent for medium in of_kind])
+            tokens = [item.sequence_tokens(*extent) for extent in extents]
+            texts = item.texts(self._places[item.module], extents, tokens)
+            for medium, extent, count, text in zip(of_kind, extents, tokens, texts, strict=True):
                 size = item.size(*extent)
                 if medium.image is None:
                     tensor = decode_audio(medium.audio, rate=size[1], samples=size[0], bounds=self._bounds)
                 else:
                     canvas = item.canvas(*extent) if item.canvas else None
                     tensor = fitted(medium.image, size, item.resize, canvas, self._bounds)
-                place = item.sequence_tokens(*extent), item.grid(*extent) if item.grid else None
-                tokens = item.ids(*extent) if item.ids else [self._places[item.module]] * place[0]
+                place = count, item.grid(*extent) if item.grid else None
                 value = tensor if item.read is None else item.read(tensor)
-                inputs[item.module].append(Input(value, size, place, tokens))
+                inputs[item.module].append(Input(value, size, place, text))
         return inputs
 
     def of_text(self, text: str) -> Prompt:

@@ -70,7 +70,10 @@ def _tokenizer(source: str, strings: tuple[str, ...], kind: str) -> Any:
     base = ["<pad>", "<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     for token, at in IDS.get(kind, {}).items():
         base.insert(at, token)
-    core = Tokenizer(models.BPE(vocab={token: at for at, token in enumerate(base)}, merges=[], unk_token="<unk>"))
+    merges = [("\u010a", "\u010a"), ("1", "1")]  # line breaks, and digits
+    base += ["".join(pair) for pair in merges]
+    vocabulary = {token: at for at, token in enumerate(base)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     names = {*re.findall(r"tokenizer\.(\w+)_token(?:_id)?\b", source)}

@@ -95,7 +95,7 @@ class OfTransformers(Composite):
         """Return the `placeholder` of the encoder `module`: tokens of the directory's processor."""
         processor = self._processor(self.kind(module))
         mark = "" if processor.mark == processor.pad_token else processor.mark
-        return {"pad": processor.pad_token, "mark": mark, "start": processor.start, "end": processor.end}
+        return {"pad": processor.pad_token, "mark": mark}
 
     def _processor(self, kind: str) -> Any:
         from encoders.transformers_media.directory import hf_config, pad_id
@@ -123,7 +123,7 @@ class OfTransformers(Composite):
         # Qwen-Omni finds media by these.
         starts = [getattr(config, f"{name}_start_token_id", None) for name in ("vision", "audio")]
         begin, begin_audio = ([*text, *([] if start is None else [start])] for start in starts)
-        items = [list(images.ids(*size)) for size in SIZES]
+        items = [list(images.text(*size)[1]) for size in SIZES]
         places: dict[int, list[Any]] = {images.pad: [(rows * columns, (rows, columns)) for rows, columns in grids]}
         ids, lengths = [*begin, *items[0]], []
         if audio is not None:

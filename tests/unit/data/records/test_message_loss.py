@@ -11,6 +11,7 @@ from data.records.members import read_fields
 from data.records.records import parse_fields
 from data.rows.samples import require_learnable
 from data.text.tokens import build_tokenizer
+from tests.media_tokens import item_of
 from tests.unit.data.text.chat_templates import (
     CHATML,
     GEMMA,
@@ -140,7 +141,7 @@ def test_questions_of_every_learned_turn_stand_where_its_labels_begin(saved):
     image = tokenizer.placeholder_id("<image>")
     talk = [("user", "<image>a"), ("assistant", "one"), ("user", "b"), ("assistant", "<image>two")]
     record = messages([*talk, ("user", "c"), ("assistant", "3")])
-    media = {"image": [[(image, [image] * 5)], [(image, [image] * 3)]]}
+    media = {"image": [[item_of([image] * 5)], [item_of([image] * 3)]]}
     sample = to_sample(parse(record, image=2), tokenizer, media, 200, 0, "k", keep_text=True)
     assert [question for _, question in sample.questions] == ["a", "b", "c"]
     starts, texts = [first for first, _ in sample.questions], []

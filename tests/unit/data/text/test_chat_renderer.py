@@ -15,6 +15,7 @@ from data.records.conversation import Conversation, Part, Turn
 from data.text.chat_renderer import CompiledTemplate
 from data.text.placeholders import Placeholder
 from data.text.tokens import build_tokenizer
+from tests.media_tokens import item_of
 from tests.unit.data.text.chat_templates import (
     CHATML,
     GEMMA,
@@ -129,7 +130,7 @@ def test_the_template_of_the_docs_writes_the_tokens_of_the_processor_of_paligemm
     parts = (Part("image"), Part("image"), Part("text", "which digit?"))
     talk = Conversation((Turn("user", parts), Turn("assistant", (Part("text", "it is three"),))))
     pads = [ours.placeholder_id("<image>")] * 4
-    encoded = ours.template.encode(talk, {"image": [[(pads[0], pads)]] * 2})
+    encoded = ours.template.encode(talk, {"image": [[item_of(pads)]] * 2})
     item = np.zeros((14, 14, 3), dtype=np.uint8)
     theirs = processor(images=[[item] * 2], text=["<image><image>which digit?"], suffix=["it is three"])
     assert encoded.tokens == theirs["input_ids"][0]
@@ -229,8 +230,6 @@ def test_a_template_serves_threads(blocks, saved):
 def test_names_of_tokens_for_people():
     tokenizer = build_tokenizer("bytes", ["<image>"])
     record = parse(messages([("user", "<image>é"), ("assistant", "3")]), image=1)
-    encoded = tokenizer.template.encode(
-        record, {"image": [[(tokenizer.placeholder_id("<image>"), [tokenizer.placeholder_id("<image>")] * 2)]]}
-    )
+    encoded = tokenizer.template.encode(record, {"image": [[item_of([tokenizer.placeholder_id("<image>")] * 2)]]})
     assert tokenizer.shown([*encoded.tokens, 999]) == "[begin][user]<image><image>é[end][assistant]3[end][unused]"
     assert re.fullmatch(r"[0-9a-f]{32}", tokenizer.fingerprint)

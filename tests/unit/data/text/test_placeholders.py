@@ -11,6 +11,7 @@ from data.errors import DataError, RecordError
 from data.samples.shard_dataset import ShardDataset
 from data.text.placeholders import Placeholder, axis_positions
 from data.text.tokens import build_tokenizer
+from tests.media_tokens import item_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import encode_image, images, text_of
 from tests.unit.data.text.chat_templates import (
@@ -45,7 +46,7 @@ def test_marks_of_the_template_are_not_doubled_and_counts_are_the_modules(saved)
     assert tokenizer.shown([image, audio]) == "<|image_pad|><|AUDIO|>"
     parts = [{"type": "image"}, {"type": "text", "text": " and "}, {"type": "image_url"}, {"type": "audio"}]
     record = [{"role": "user", "content": parts}, {"role": "assistant", "content": "three"}]
-    media = {"image": [[(image, [image] * 3)], [(image, [image] * 1)]], "audio": [[(audio, [audio] * 2)]]}
+    media = {"image": [[item_of([image] * 3)], [item_of([image] * 1)]], "audio": [[item_of([audio] * 2)]]}
     expected = (
         "<|vision_start|>" + "<|image_pad|>" * 3 + "<|vision_end|> and <|vision_start|><|image_pad|><|vision_end|>"
         "<|audio_bos|><|AUDIO|><|AUDIO|><|audio_eos|>"
@@ -81,7 +82,7 @@ def test_what_a_tokenizer_has_in_front_of_every_text(tmp_path):
     conversation = parse(
         [{"role": "user", "content": [{"type": "image"}, text]}, *messages([("assistant", "3")])], image=1
     )
-    media = {"image": [[(image, [image] * 4)]]}
+    media = {"image": [[item_of([image] * 4)]]}
     prompt = replace(conversation, turns=conversation.turns[:1])
     assert ours.template.prompt(prompt, media) == list(wanted)
     assert ours.shown(wanted[:1]) == "<s>" and wanted.count(image) == 4
@@ -100,7 +101,7 @@ def test_two_modules_of_a_kind_follow_each_other(saved):
     tokenizer = build_tokenizer(saved(QWEN_VL), ["<image>", details])
     image, other = (tokenizer.placeholder_id(name) for name in ("<image>", "<image:details>"))
     record = messages([("user", "<image>q"), ("assistant", "a")])
-    text = shown_media(tokenizer, record, {"image": [[(image, [image] * 2), (other, [other] * 3)]]}, image=1)
+    text = shown_media(tokenizer, record, {"image": [[item_of([image] * 2), item_of([other] * 3)]]}, image=1)
     assert (
         "<|vision_start|><|image_pad|><|image_pad|><|vision_end|><|vision_start|>" + "<image:details>" * 3 + "q" in text
     )
@@ -116,8 +117,8 @@ def test_a_mark_that_is_not_the_pad(saved):
     text = (
         "<bos><start_of_turn>user\n\n\n<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>\n\nq<end_of_turn>"
     )
-    assert shown_media(tokenizer, record, {"image": [[(image, [image] * 4)]]}, image=1).startswith(text)
-    encoded = tokenizer.template.encode(parse(record, image=1), {"image": [[(image, [image] * 1)]]})
+    assert shown_media(tokenizer, record, {"image": [[item_of([image] * 4)]]}, image=1).startswith(text)
+    encoded = tokenizer.template.encode(parse(record, image=1), {"image": [[item_of([image] * 1)]]})
     whole = text.replace("<image_soft_token>" * 4, "<image_soft_token>") + "\n<start_of_turn>model\na<end_of_turn>\n"
     assert encoded.tokens == tokenizer._tokenizer.encode(whole, add_special_tokens=False, split_special_tokens=False)
     assert learned(tokenizer, encoded) == ["a<end_of_turn>"]
@@ -134,7 +135,7 @@ def test_a_template_of_texts_gets_the_placeholder_in_the_text(saved):
         tokenizer = build_tokenizer(saved(CHATML), [given])
         image = tokenizer.placeholder_id("<image>")
         record = messages([("user", "<image>\nq"), ("assistant", "see <image>")])
-        media = {"image": [[(image, [image] * 2)], [(image, [image] * 2)]]}
+        media = {"image": [[item_of([image] * 2)], [item_of([image] * 2)]]}
         shown = shown_media(tokenizer, record, media, image=2)
         assert f"user\n{text}q<|im_end|>" in shown and f"see {text}<|im_end|>" in shown
         own = build_tokenizer(saved(CHATML), [given], chat_template="own")
@@ -145,7 +146,7 @@ def test_a_template_that_separates_images_itself(saved):
     """It writes the line break that a LLaVA record has next to the marker."""
     tokenizer = build_tokenizer(saved(LLAVA), ["<image>"])
     image = tokenizer.placeholder_id("<image>")
-    media = {"image": [[(image, [image] * 2)]]}
+    media = {"image": [[item_of([image] * 2)]]}
     for question in ("<image>\nq", "q\n<image>", [{"type": "text", "text": "q"}, {"type": "image"}]):
         record = [{"role": "user", "content": question}, {"role": "assistant", "content": "a"}]
         assert shown_media(tokenizer, record, media, image=1) == "USER: <image><image>\nq ASSISTANT: a "
@@ -157,17 +158,17 @@ def test_a_template_without_a_place_for_a_image(saved, tmp_path):
     (tmp_path / "chat.jinja").write_text(
         LLAVA.replace("message.content | selectattr('type', 'equalto', 'image')", "[]")
     )
-    media = {"image": [[(7, [7] * 2)]]}
+    media = {"image": [[item_of([7] * 2)]]}
     tokenizer = build_tokenizer(saved(LLAVA), ["<image>"], chat_template=str(tmp_path / "chat.jinja"))
     record = messages([("user", "<image>q"), ("assistant", "a")])
     image = tokenizer.placeholder_id("<image>")
-    assert "<image><image> q" in shown_media(tokenizer, record, {"image": [[(image, [image] * 2)]]}, image=1)
+    assert "<image><image> q" in shown_media(tokenizer, record, {"image": [[item_of([image] * 2)]]}, image=1)
     (tmp_path / "chat.jinja").write_text(QWEN_VL.replace("<|image_pad|>", "[IMG]"))
     with pytest.raises(DataError, match=r"writes '<\|vision_start\|>\[IMG\]<\|vision_end\|>'.*placeholder\.mark"):
         build_tokenizer(saved(QWEN_VL), ["<image>"], chat_template=str(tmp_path / "chat.jinja"))
     given = Placeholder("<image>", pad="<|image_pad|>", mark="[IMG]")
     tokenizer = build_tokenizer(saved(QWEN_VL), [given], chat_template=str(tmp_path / "chat.jinja"))
-    media = {"image": [[(tokenizer.placeholder_id("<image>"), [tokenizer.placeholder_id("<image>")] * 2)]]}
+    media = {"image": [[item_of([tokenizer.placeholder_id("<image>")] * 2)]]}
     assert "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>q" in shown_media(tokenizer, record, media, image=1)
     (tmp_path / "chat.jinja").write_text(
         QWEN_VL.replace("part.type == 'image'", "part.type == 'image' and message.role == 'user'")

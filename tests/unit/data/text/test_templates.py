@@ -9,6 +9,7 @@ from data.collate import collate, stand_in, to_sample
 from data.errors import RecordError
 from data.records.conversation import Conversation
 from data.text.tokens import build_tokenizer
+from tests.media_tokens import item_of
 from tests.unit.data.text.chat_templates import CALL, SCHEMA, TALKS, llava, messages, parse
 
 BYTES = build_tokenizer("bytes", ["<image>", "<dino>"])
@@ -22,7 +23,7 @@ def sample(conversation, media=None, length=32):
 
 
 def one_image(tokens=3):
-    return {"image": [[(IMAGE, [IMAGE] * tokens)]]}
+    return {"image": [[item_of([IMAGE] * tokens)]]}
 
 
 def test_labels_and_loss_mask_by_hand():
@@ -65,7 +66,7 @@ def test_truncation_cuts_text_behind_the_media_only():
 
 
 def test_stand_in_has_the_placeholders_and_no_loss():
-    result = stand_in(BYTES, {"image": [[(IMAGE, [IMAGE] * 2), (DINO, [DINO] * 1)]]}, 5, 9)
+    result = stand_in(BYTES, {"image": [[item_of([IMAGE] * 2), item_of([DINO] * 1)]]}, 5, 9)
     assert result.input_ids.tolist() == [IMAGE, IMAGE, DINO, PAD, PAD] and not result.loss_mask.any()
 
 

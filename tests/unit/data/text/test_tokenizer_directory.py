@@ -9,6 +9,7 @@ from data.records.records import parse_fields, parse_record
 from data.text.placeholders import Placeholder
 from data.text.tokenizer_directory import make_readable_by_version_4, write_tokenizer
 from data.text.tokens import build_tokenizer
+from tests.media_tokens import item_of
 from tests.unit.data.text.chat_templates import CHATML, LLAMA, QWEN_VL, TEXTS, save_tokenizer, unmarked
 
 LLAVA_15 = """{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}{# Render all images first #}{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>
@@ -67,7 +68,7 @@ def sent(first: list, question: str) -> dict:
 
 def require_equal(ours, theirs, question="which digit is green?", answer="it is three: 3") -> None:
     """Training on every form of a record gives what a served export renders of the message that a client sends."""
-    media = {"image": [[(ours.placeholder_id("<image>"), [ours.placeholder_id("<image>")] * 1)]]}
+    media = {"image": [[item_of([ours.placeholder_id("<image>")] * 1)]]}
     options = {"return_dict": True, "add_generation_prompt": True}
     for record in records(question, answer):
         conversation = parse_record(json.dumps(record).encode(), "json", "k", {"image": 1})
@@ -136,7 +137,7 @@ def test_our_own_format(kind, placeholder, tmp_path):
     # A content that is a text, with our marker in it.
     (record, *_) = records("which?", "3")
     conversation = parse_record(json.dumps(record).encode(), "json", "k", {"image": 1})
-    media = {"image": [[(ours.placeholder_id("<image>"), [ours.placeholder_id("<image>")] * 1)]]}
+    media = {"image": [[item_of([ours.placeholder_id("<image>")] * 1)]]}
     messages = [{"role": "user", "content": "<image>\nwhich?"}, {"role": "assistant", "content": "3"}]
     found = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     encoded = ours.template.encode(conversation, media)
@@ -162,7 +163,7 @@ def test_two_modules_that_read_the_same_images(tmp_path):
     ours = build_tokenizer(source, ["<image>", details])
     pads = [ours.placeholder_id("<image>"), ours.placeholder_id("<image:details>")]
     conversation = parse_record(json.dumps(next(iter(records("which?", "3")))).encode(), "json", "k", {"image": 1})
-    encoded = ours.template.encode(conversation, {"image": [[(pad, [pad] * 1) for pad in pads]]})
+    encoded = ours.template.encode(conversation, {"image": [[item_of([pad] * 1) for pad in pads]]})
     assert ours.shown(encoded.tokens) == "<s>user:\n<image>[<image:details>]which?</s>assistant:\n3</s>"
     (tmp_path / "out").mkdir()
     write_tokenizer(ours, str(source), tmp_path / "out", {"image": pads})
@@ -189,7 +190,7 @@ def test_the_byte_tokenizer(tmp_path):
     assert again.vocab_size == ours.vocab_size and again.template.stop_ids == ours.template.stop_ids
     conversation = parse_record(json.dumps(next(iter(records("q", "a")))).encode(), "json", "k", {"image": 1})
     first, second = (
-        tokenizer.template.encode(conversation, {"image": [[(pad, [pad] * 9)]]}) for tokenizer in (ours, again)
+        tokenizer.template.encode(conversation, {"image": [[item_of([pad] * 9)]]}) for tokenizer in (ours, again)
     )
     assert (first.tokens, first.learned) == (second.tokens, second.learned)
 

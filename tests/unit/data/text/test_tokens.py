@@ -9,6 +9,7 @@ from data.collate import to_sample
 from data.errors import DataError
 from data.records.conversation import Conversation, Part, Turn
 from data.text.tokens import build_tokenizer
+from tests.media_tokens import item_of
 from tests.unit.data.text.chat_templates import CHATML, save_tokenizer
 
 BYTES = build_tokenizer("bytes", ["<image>", "<dino>"])
@@ -77,7 +78,7 @@ def test_hugging_face_tokenizer_with_markers(saved_tokenizer):
     ids = {tokenizer.begin_id, tokenizer.pad_id, tokenizer.end_of_turn_id, tokenizer.placeholder_id("<image>")}
     assert len(ids) == 4 and not ids & set(tokenizer.encode("<bos><pad><image><|user|>"))
     turns = (Turn("user", (Part("image"), Part("text", "read"))), Turn("assistant", (Part("text", "the digits"),)))
-    media = {"image": [[(tokenizer.placeholder_id("<image>"), [tokenizer.placeholder_id("<image>")] * 2)]]}
+    media = {"image": [[item_of([tokenizer.placeholder_id("<image>")] * 2)]]}
     result = to_sample(Conversation(turns), tokenizer, media, 40, 0, "k")
     learned = result.labels[result.loss_mask == 1].tolist()
     assert learned == [*tokenizer.encode("the digits"), tokenizer.end_of_turn_id]

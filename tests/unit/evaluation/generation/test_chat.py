@@ -15,6 +15,7 @@ from mimo_train.evaluation.generation.answers import Answers, Chat, Sampler
 from mimo_train.evaluation.generation.options import Sampling
 from mimo_train.evaluation.generation.prompts import Prompts, user_turn
 from mimo_train.inputs.datasets import tokenizer_of
+from tests.media_tokens import item_of
 from tests.unit.configs import load
 from tests.videos import make_video
 
@@ -87,7 +88,7 @@ def test_turns_and_media_stay_in_a_conversation(prompts, image):
         Turn("user", (Part("text", "Sure?"),)),
     ]
     for index, (prompt, shown) in enumerate(zip(decoder.prompts, (1, 3, 3), strict=True)):
-        media = {"image": [[(IMAGE, [IMAGE] * count)]] * shown}
+        media = {"image": [[item_of([IMAGE] * count)]] * shown}
         assert prompt.ids == TOKENIZER.template.prompt(Conversation(tuple(turns[: 2 * index + 2])), media)
         assert prompt.rows == {"images": shown * count}
     (pixels,) = decoder.prompts[2].inputs["images"]["images"].values()

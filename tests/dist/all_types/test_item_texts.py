@@ -1,0 +1,79 @@
+"""The text of images is that of the processor for any number of images of any sizes, wherever it is known from."""
+
+import json
+
+import torch
+
+from data.records.conversation import Part, Turn
+from data.samples.text_lengths import TextLengths
+from tests.dist.all_types.flow import composed, make
+from tests.dist.models.composites import content, file_of, image
+from tests.dist.ranks import run_ranks
+from tests.tars import write_tar
+
+KINDS = {
+    "gemma3": "plain text around an image",
+    "granite_docling": "plain text behind images of one tile",
+    "minicpmv4_6": "numbers of images",
+    "step3p7": "plain text that depends on the size",
+}
+"""Types, and what is special about their text."""
+TALL, WIDE, SMALL, MIDDLE = (1100, 300), (340, 1400), (70, 90), (640, 600)
+QUESTIONS = [
+    ["which colour is ", SMALL, " now?"],
+    ["two pages:\n\n", TALL, WIDE, "\nwhich is wider?\n\n"],
+    [part for size in (SMALL, MIDDLE, TALL) * 4 for part in (size, "\n" if size == MIDDLE else ", ")],
+]
+"""Parts of questions: texts, and images as (height, width)."""
+
+
+def test_texts_of_images_are_those_of_the_processor(tmp_path):
+    assert run_ranks(_compared, 1, tmp_path) == [[*KINDS]]
+
+
+def _compared(folder):
+    for kind in KINDS:
+        _compare(kind, folder / kind)
+    return [*KINDS]
+
+
+def _compare(kind, folder):
+    from transformers import AutoProcessor
+
+    from mimo_train.evaluation.generation.prompts import Medium, Prompts
+    from mimo_train.inputs.datasets import shard_dataset, tokenizer_of, training_sources
+
+    folder.mkdir()
+    make(kind, folder)
+    members, expected, asked = [], [], []
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    for number, parts in enumerate(QUESTIONS):
+        messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": "the second"}]
+        members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
+        sizes = [part for part in parts if isinstance(part, tuple)]
+        members += [(f"{number}.{at:02}.png", file_of(size)) for at, size in enumerate(sizes)]
+        for turns, result in ((messages, expected), (messages[:1], asked)):
+            text = processor.apply_chat_template(turns, add_generation_prompt=turns != messages)
+            ids = processor(text=[text], images=[[image(*size) for size in sizes]], return_tensors="pt")["input_ids"]
+            result.append(ids[0].tolist())
+    write_tar(folder / "samples.tar", members)
+    cfg = composed(folder, "image", "data.sequence_length=40000")
+    tokenizer = tokenizer_of(cfg)
+    dataset = shard_dataset(cfg, tokenizer, training_sources(cfg))
+    texts = [dataset.read_text(number)[0] for number in range(len(QUESTIONS))]
+    assert [text.input_ids[: text.length].tolist() for text in texts] == expected
+    assert [tokenizer.shown(text.labels[text.loss_mask > 0]) for text in texts] == ["the second<|im_end|>"] * 3
+    lengths = TextLengths(dataset)
+    list(lengths.build())
+    lengths.serve()
+    plan = dataset.plan_step(0, len(QUESTIONS))
+    assert plan.lengths.tolist() == [*map(len, expected)]
+    pad = tokenizer.placeholder_id("<image>")
+    assert plan.tokens["images"].tolist() == [ids.count(pad) for ids in expected]
+    prompts = Prompts(cfg, tokenizer)
+    for parts, ids in zip(QUESTIONS, asked, strict=True):
+        media = [
+            Medium("image", part, torch.zeros(3, *part, dtype=torch.uint8)) for part in parts if isinstance(part, tuple)
+        ]
+        turn = Turn("user", tuple(Part("text", part) if isinstance(part, str) else Part("image") for part in parts))
+        assert prompts.of_conversation([turn], media).ids == ids
