@@ -3,7 +3,7 @@
     python scripts/model_tables.py           # exit code 1 if the page is not current
     python scripts/model_tables.py --write   # make it current
 
-For developers, as key_tables.py. Reading a config without keys shows which values a reader requires.
+For developers, as key_tables.py.
 """
 
 import dataclasses
@@ -16,14 +16,12 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # this checkout, whichever is installed
 
-from encoders.pretrained import ACTIVATION_NAMES, ConfigFile  # noqa: E402
-from encoders.registry import FAMILIES, Family  # noqa: E402
+from encoders.registry import FAMILIES  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import RopeScaling  # noqa: E402
 from mimo_train.config.pretrained import unsupported  # noqa: E402
@@ -155,8 +153,8 @@ def _language_refused() -> Iterator[str]:
 
 def _encoders() -> Iterator[str]:
     yield from [
-        "| `encoder.family` | `model_type` | parallel | required in `config.json` |",
-        "|---|---|---|---|",
+        "| `encoder.family` | `model_type` | parallel |",
+        "|---|---|---|",
     ]
     for name, family in FAMILIES.items():
         if not family.readers:
@@ -165,28 +163,14 @@ def _encoders() -> Iterator[str]:
         # States of all layers are needed on one stage where some of them go to the language model.
         stages = "" if "deepstack" in {field.name for field in dataclasses.fields(family.spec)} else "`pp`, "
         parallel = "`dp`" if family.is_plain else f"`tp`, {stages}`dp`, `sp`"
-        yield f"| [`{name}`](configuration.md#family-{name}) | {kinds} | {parallel} | {_required(family)} |"
-    yield from ["", f"Activation functions: {', '.join(f'`{name}`' for name in ACTIVATION_NAMES)}.", ""]
+        yield f"| [`{name}`](configuration.md#family-{name}) | {kinds} | {parallel} |"
+    yield ""
     written = [f"`{name}`" for name, family in FAMILIES.items() if family.writer]
     yield from [f"Exportable without a directory: {', '.join(written)}.", ""]
     plain = [name for name, family in FAMILIES.items() if family.is_plain]
     for name in plain:
         yield f"- `{name}`: {inspect.getdoc(FAMILIES[name].spec).split('. ')[0].rstrip('.').replace(chr(10), ' ')}."
     yield ""
-
-
-def _required(family: Family) -> str:
-    """Return the keys of config.json that must have one value, with it."""
-    required: dict[str, str] = {}
-
-    def note(file: ConfigFile, **values: Any) -> None:
-        if file.name == "config.json":
-            required.update({key: shown(value) for key, value in values.items()})
-
-    with patch.object(ConfigFile, "require", note):
-        for kind in family.readers:
-            family.read({"model_type": kind}, {})
-    return ", ".join(f"`{key}` {value}" for key, value in required.items()) or "-"
 
 
 @cache
