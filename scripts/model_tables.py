@@ -26,7 +26,12 @@ from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import RopeScaling  # noqa: E402
 from mimo_train.config.pretrained import unsupported  # noqa: E402
 from mimo_train.config.pretrained.composites import COMPOSITES  # noqa: E402
-from mimo_train.config.transformers_llm import causal_classes  # noqa: E402
+from mimo_train.config.transformers_llm import (  # noqa: E402
+    TransformersLlm,
+    Unsupported,
+    causal_classes,
+    saved_config,
+)
 from mimo_train.families import config_json  # noqa: E402
 from mimo_train.families.registry import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
 from mimo_train.families.registry import is_family  # noqa: E402
@@ -118,7 +123,19 @@ def tier_of_text(kind: str) -> Tier:
     """Return the tier of a type of a causal language model."""
     if kind in unsupported.LANGUAGE:
         return Tier("", reason=unsupported.LANGUAGE[kind])
-    return Tier("native" if is_family(kind) else "as it is")
+    if is_family(kind):
+        return Tier("native")
+    return Tier("as it is" if _is_read(kind) else "")
+
+
+def _is_read(kind: str) -> bool:
+    """True if the default config of a type of a causal language model has the sizes that are required."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return TransformersLlm(model_config=saved_config(CONFIG_MAPPING[kind]().to_dict())).sizes.num_layers > 0
+    except Unsupported:
+        return False
 
 
 def _version() -> Iterator[str]:

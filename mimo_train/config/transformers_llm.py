@@ -233,7 +233,7 @@ def _sizes(name: str, vocab_size: int, text: str) -> TransformersSizes:
     config = whole.get_text_config(decoder=True)
 
     def number(*names: str, default: int = 0) -> int:
-        values = (getattr(config, name, None) for name in names)
+        values = (_value(config, name) for name in names)
         return next((value for value in values if isinstance(value, int) and value > 0), default)
 
     hidden, stored = number("hidden_size", "d_model"), number("vocab_size")
@@ -260,6 +260,13 @@ def _sizes(name: str, vocab_size: int, text: str) -> TransformersSizes:
         stored_vocab_size=stored,
         is_balanced=bool(getattr(config, "output_router_logits", False)),
     )
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return the value of a key, the largest if layers have values of their own; None if it is absent."""
+    if name in (config.per_layer_attributes or ()):
+        return max(getattr(layer, name, None) or 0 for layer in config.per_layer_config)
+    return getattr(config, name, None)
 
 
 def _mrope_section(rope: Mapping[str, Any]) -> list[int]:
@@ -303,7 +310,7 @@ def _parameters(text: str) -> Parameters:
 
 def _active_experts(config: Any) -> float:
     def first(*names: str) -> Any:
-        return next((value for name in names if (value := getattr(config, name, None))), None)
+        return next((value for name in names if (value := _value(config, name))), None)
 
     chosen = first("num_experts_per_tok", "moe_topk", "top_k_experts")
     experts = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
