@@ -242,7 +242,9 @@ class FolderFile:
             for name, row in file.row_of.items():
                 if name in kept or not file.is_intact(row):
                     continue
-                if name in wanted or (file.path == self.path and self._exists(name)):
+                # Another shard of the folder stays while it exists, or may exist.
+                exists = not isinstance(self._folder, Path) or (self._folder / name).exists()
+                if name in wanted or (file.path == self.path and exists):
                     part = file.part(row)
                     kept[name] = replace(part, version=versions[name]) if name in versions else part
         write_file(self.path, [*kept.values()], self._what)
@@ -257,10 +259,6 @@ class FolderFile:
 
     def _files(self) -> list[IndexFile]:
         return [file for path in self._paths if (file := load_file(path, self._what)) is not None]
-
-    def _exists(self, name: str) -> bool:
-        """True if another shard of the folder exists or may exist."""
-        return not isinstance(self._folder, Path) or (self._folder / name).exists()
 
 
 def by_folder(shards: Sequence[Place]) -> list[list[int]]:

@@ -150,20 +150,24 @@ def found_shards(source: Source) -> list[Place]:
         raise type(error)(str(error).replace("data.shards", source.key, 1) + remedy) from error
 
 
-def parts_of(
+def order_of(
     sources: Sequence[Source],
     ends: Sequence[int],
     counts: Sequence[int],
     contents: Sequence[str],
+    seed: int,
+    shuffle: bool,
+    block: int,
     held_fraction: float,
     only_held: bool,
-) -> list[Part]:
-    """Return the rows of each source. Raises DataError for a source without rows.
+) -> MixedOrder:
+    """Return the order of all samples. Raises DataError for a source without rows.
 
     Args:
         ends: index after the last shard of each source.
         counts: samples of each shard.
         contents: content hash of each shard.
+        seed, shuffle, block: see `GlobalOrder`.
         held_fraction: share that is held out.
         only_held: True for the held-out rows, False for the others.
     """
@@ -187,22 +191,6 @@ def parts_of(
             raise DataError(f"{source.key}: no sample is left {of_rows}{cause}")
         parts.append(part)
         begin, first = end, first + rows
-    return parts
-
-
-def order_of(
-    sources: Sequence[Source],
-    ends: Sequence[int],
-    counts: Sequence[int],
-    contents: Sequence[str],
-    seed: int,
-    shuffle: bool,
-    block: int,
-    held_fraction: float,
-    only_held: bool,
-) -> MixedOrder:
-    """Return the order of all samples. See `parts_of` and `GlobalOrder`."""
-    parts = parts_of(sources, ends, counts, contents, held_fraction, only_held)
     weights = [source.weight for source in sources if source.weight is not None]
     # A source of weight 0 may be read alone, as `mimo-train check` does.
     phases = [(0, whole_weights(weights))] if any(weights) and len(weights) == len(sources) else []

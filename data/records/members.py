@@ -43,6 +43,7 @@ _SOURCE = re.compile(r"([^\[\]\s/?]+)((?:\[[^\[\]]+\])*)(\??)")
 _RECORDS = ("json", "txt")
 _NUMBER = re.compile(r"(.*?)(\d[\d._-]*)")
 _NO_COLUMN = re.compile(r"^\d+\.(?=.*\.)|\.[^.]*$")
+"""What surrounds the column of a medium in a row of a table: `left` in `left.png`, or in `0.left.png` among several."""
 _MOST_NAMES = 8  # members in a message
 _NOUNS = {"image": "an image", "video": "a video", "audio": "audio"}
 
@@ -212,18 +213,18 @@ def _read_members(names: Sequence[str], members: Sequence[int], wanted: tuple[st
     `0.jpg`), or all members if each has a name (`left.jpg`). If all have one name and a number, numbers give the order.
     """
     if wanted is not None:
-        return [at for name in wanted for at in members if name in (names[at].lower(), _column_of(names[at]).lower())]
+        return [
+            at
+            for name in wanted
+            for at in members
+            if name in (names[at].lower(), _NO_COLUMN.sub("", names[at]).lower())
+        ]
     stems = {at: names[at].rpartition(".")[0] for at in members}
     read = [at for at in members if not any(char.isalpha() for char in stems[at])] or list(members)
     numbers = {at: match for at in read if (match := _NUMBER.fullmatch(stems[at]))}
     if len(numbers) == len(read) and len({match[1] for match in numbers.values()}) == 1:
         return sorted(read, key=lambda at: [int(digits) for digits in re.findall(r"\d+", numbers[at][2])])
     return read
-
-
-def _column_of(extension: str) -> str:
-    """Return the column of a medium in a row of a table: `left` of `left.png`, or of `0.left.png` among several."""
-    return _NO_COLUMN.sub("", extension)
 
 
 def _find_record(names: Sequence[str], fields: Fields) -> tuple[int, str | None]:

@@ -203,7 +203,9 @@ class RowReader(ShardReader):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.table = lru_cache(_OPEN_TABLES)(self._open_table)
+        self.table = lru_cache(_OPEN_TABLES)(
+            lambda path, version: Table(path, self._range_reader(path, version, "parquet footer"), version.size)
+        )
         """Return an indexed parquet file. Raises the errors of `ShardReader.read`, and ShardError."""
         self._groups: dict[tuple[Place, int, bool], Future[Any]] = {}  # the most recently used last
         self._guard = threading.Lock()
@@ -248,9 +250,6 @@ class RowReader(ShardReader):
         with self._guard:
             self._groups.clear()
 
-    def _open_table(self, path: Place, version: ShardVersion) -> Table:
-        return Table(path, self._range_reader(path, version, "parquet footer"), version.size)
-
     def _range_reader(self, path: Place, version: ShardVersion, what: str) -> ReadRange:
         return lambda length, offset: ShardReader.read(self, path, offset, length, what, version)
 
@@ -280,14 +279,11 @@ class RowReader(ShardReader):
 
     def _drop_old(self) -> None:
         with self._guard:
-            done = {key: future.result().nbytes for key, future in self._groups.items() if _is_read(future)}
+            read = {key: future for key, future in self._groups.items() if future.done() and future.exception() is None}
+            done = {key: future.result().nbytes for key, future in read.items()}
             kept = sum(done.values())
             for key, size in list(done.items())[:-1]:
                 if kept <= CACHE_BYTES:
                     break
                 del self._groups[key]
                 kept -= size
-
-
-def _is_read(future: Future[Any]) -> bool:
-    return future.done() and future.exception() is None

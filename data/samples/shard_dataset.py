@@ -23,7 +23,7 @@ import numpy as np
 from data import collate
 from data.errors import OF_THE_MACHINE, DataError, DecodeError, NothingToLearn, RecordError, SampleError, reason_of
 from data.index.catalogue import open_catalogue
-from data.index.shard_index import Member, ShardIndex
+from data.index.shard_index import Member
 from data.media.audio import decode_audio
 from data.media.decode import decode_image_file, fitted
 from data.media.options import BOUNDS, WHITE, Bounds, Colour
@@ -107,7 +107,10 @@ class ShardDataset(Samples):
         self._fields = [fields if source.fields is None else source.fields for source in self.sources]
         self.reader = RowReader(read_retries, cache=members_cache)
         self.cache_dir = cache_dir
-        self.index = lru_cache(_OPEN_INDEXES)(self._open_index)
+        self.index = lru_cache(_OPEN_INDEXES)(
+            lambda shard: self.catalogue.index(shard).with_fields(self.fields_of(shard))
+        )
+        """Return a shard's index, read with its source's `data.fields`."""
         self.meta = lru_cache(_RECENT)(lambda number: self.meta_at(*self._place(number), number))
         """Return the index data of a sample, without reading a member."""
         self.version = lru_cache(_RECENT)(lambda shard: self.catalogue.version(shard))
@@ -344,10 +347,6 @@ class ShardDataset(Samples):
         row = self.order.row(number)
         shard = int(np.searchsorted(self._ends, row, side="right"))
         return shard, row - int(self._begins[shard])
-
-    def _open_index(self, shard: int) -> ShardIndex:
-        """Return a shard's index, read with its source's `data.fields`."""
-        return self.catalogue.index(shard).with_fields(self.fields_of(shard))
 
     def _source_of(self, shard: int) -> int:
         return int(np.searchsorted(self._source_ends, shard, side="right"))

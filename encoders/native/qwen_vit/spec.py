@@ -13,15 +13,38 @@ LONGEST = 200
 
 
 @dataclass
-class QwenVitSpec(PatchSpec):
+class _QwenSpec(PatchSpec):
+    """Images of their own ratio, rotary positions by row and column, and still images as two equal frames."""
+
+    resize: str = "native"
+    """`native` only."""
+    num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
+    """Attention heads."""
+    rotary_base: float = key(10000.0, above=0)
+    """Base of the rotary frequencies."""
+
+    patch_frames = 2
+    rotary_positions = True
+
+    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """Return the size of `nearest_size`."""
+        return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
+
+    def faults(self) -> list[tuple[str, str]]:
+        faults = super().faults()
+        if self.resize != "native":
+            faults.append(("resize", f"must be native, is {self.resize!r}"))
+        return faults + self.rotary_faults()
+
+
+@dataclass
+class QwenVitSpec(_QwenSpec):
     """The vision transformer of Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): rotary positions, window
     attention in most layers. Its patch merger is the final norm and a projector `{kind: mlp, merge: 2, activation:
     gelu}` of the merged width."""
 
     name: str = "qwen_vit"
     family: str = "qwen_vit"
-    resize: str = "native"
-    """`native` only."""
     image_size: int = key(1008, at_least=1, at_most=MOST_PIXELS)
     """Its square is the largest area in pixels if `max_pixels` is 0."""
     min_pixels: int = key(3136, at_least=0)
@@ -34,24 +57,14 @@ class QwenVitSpec(PatchSpec):
     """Layers, counted from 0, that attend to the whole image."""
     hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
     num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)
-    num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
-    """Attention heads."""
     ffn_hidden_size: int = key(3420, at_least=1, at_most=MOST_WIDTH)
     activation: str = "swiglu"
-    rotary_base: float = key(10000.0, above=0)
-    """Base of the rotary frequencies."""
     pixel_mean: list[float] = key(factory=lambda: list(CLIP_MEAN), at_least=-1e6, at_most=1e6)
     pixel_std: list[float] = key(factory=lambda: list(CLIP_STD), above=0, at_most=1e6)
 
     normalization = "RMSNorm"
     patch_bias = False
-    patch_frames = 2
     learned_positions = False
-    rotary_positions = True
-
-    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """Return the size of `nearest_size`."""
-        return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
 
     def window_tokens(self, rows: int, columns: int, merge: int) -> list[int]:
         """Return the tokens in each window of an image of `rows` x `columns` patches, in row order."""
@@ -69,8 +82,6 @@ class QwenVitSpec(PatchSpec):
 
     def faults(self) -> list[tuple[str, str]]:
         faults = super().faults()
-        if self.resize != "native":
-            faults.append(("resize", f"must be native, is {self.resize!r}"))
         if self.patch_size > 0 and (self.window_size < self.patch_size or self.window_size % self.patch_size):
             text = f"{self.window_size} is no multiple of patch_size {self.patch_size}: change one of them"
             faults.append(("window_size", text))
@@ -79,7 +90,7 @@ class QwenVitSpec(PatchSpec):
         ):
             text = f"must name layers from 0 to {self.num_layers - 1}, each once, is {self.full_attention}"
             faults.append(("full_attention", text))
-        return faults + self.rotary_faults()
+        return faults
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:
         faults = super().joint_faults(merge)
@@ -115,27 +126,21 @@ def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> t
 
 
 @dataclass
-class Qwen3VitSpec(PatchSpec):
+class Qwen3VitSpec(_QwenSpec):
     """The vision transformer of Qwen3-VL (2025, arXiv 2511.21631): learned and rotary positions, and DeepStack (arXiv
     2406.04334): the first layers of the language model get the states of some encoder layers. Its patch merger is the
     final norm and a projector `{kind: mlp, merge: 2, activation: gelu}` of the merged width."""
 
     name: str = "qwen3_vit"
     family: str = "qwen3_vit"
-    resize: str = "native"
-    """`native` only."""
     image_size: int = key(768, at_least=1, at_most=MOST_PIXELS)
     """Side in pixels of the grid of learned positions. Its square is the largest area if `max_pixels` is 0."""
     min_pixels: int = key(65536, at_least=0)
     max_pixels: int = key(16777216, at_least=0)
     hidden_size: int = key(1152, at_least=1, at_most=MOST_WIDTH)
     num_layers: int = key(27, at_least=1, at_most=MOST_LAYERS)
-    num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
-    """Attention heads."""
     ffn_hidden_size: int = key(4304, at_least=1, at_most=MOST_WIDTH)
     activation: str = "gelu_tanh"
-    rotary_base: float = key(10000.0, above=0)
-    """Base of the rotary frequencies."""
     deepstack: list[int] = key(factory=lambda: [8, 16, 24], at_least=0)
     """Layers, counted from 0, whose states go to the first layers of the language model."""
     deepstack_width: int = key(4096, at_least=1, at_most=MOST_WIDTH)
@@ -143,14 +148,8 @@ class Qwen3VitSpec(PatchSpec):
     merge_size: int = key(2, at_least=1, at_most=64)
     """Side of the squares of patches that they join, as `projector.merge`."""
 
-    patch_frames = 2
     position_resize = "bilinear"
     position_corners = True
-    rotary_positions = True
-
-    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """Return the size of `nearest_size`."""
-        return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
 
     @property
     def merged_width(self) -> int:
@@ -179,9 +178,7 @@ class Qwen3VitSpec(PatchSpec):
 
     def faults(self) -> list[tuple[str, str]]:
         faults = super().faults()
-        if self.resize != "native":
-            faults.append(("resize", f"must be native, is {self.resize!r}"))
         if set(self.deepstack) - set(range(self.num_layers)) or sorted(set(self.deepstack)) != self.deepstack:
             text = f"must name layers from 0 to {self.num_layers - 1} in order, each once, is {self.deepstack}"
             faults.append(("deepstack", text))
-        return faults + self.rotary_faults()
+        return faults
