@@ -1,5 +1,6 @@
 """Norms at several layouts, against those read directly in one process, and what ranks agree on."""
 
+import functools
 import math
 
 import pytest
@@ -9,34 +10,34 @@ from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 from tests.dist.steps import Steps
 
-GPT_LAYOUTS = {
-    "tp2, sequence parallel": ("layout=language_tp2", "modules.language.layout.sp=true"),
-    "dp2, parameters gathered late": (
-        "layout=language_dp2",
-        "optim.overlap_grad_reduce=true",
-        "optim.overlap_param_gather=true",
-    ),
-    "tp2 pp2": ("layout=language_tp2", "modules.language.layout.pp=2"),
-    "cp2 dp2": ("layout=language_cp2", "modules.language.layout.dp=2"),
-    "pp2, interleaved": ("layout=language_pp2_vpp2",),
-}
-VLM_LAYOUTS = {
-    "vision tp2 + language pp2": ("layout=images_tp2_language_pp2",),
-    "both tp2 on the same ranks": (
-        "layout=one_process",
-        "modules.images.layout.tp=2",
-        "modules.language.layout.tp=2",
-    ),
-}
-MOE_LAYOUTS = {
-    "cp2 ep2": ("layout=language_cp2", "modules.language.layout.ep=2"),
-    "dp2": ("layout=language_dp2",),
-    "tp2 etp2": ("layout=language_tp2", "modules.language.layout.sp=true", "modules.language.layout.etp=2"),
+LANGUAGE = "modules.language.layout."
+GATHERED_LATE = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
+LAYOUTS = {
+    "gpt": {
+        "tp2, sequence parallel": ("layout=language_tp2", f"{LANGUAGE}sp=true"),
+        "dp2, parameters gathered late": ("layout=language_dp2", *GATHERED_LATE),
+        "tp2 pp2": ("layout=language_tp2", f"{LANGUAGE}pp=2"),
+        "cp2 dp2": ("layout=language_cp2", f"{LANGUAGE}dp=2"),
+        "pp2, interleaved": ("layout=language_pp2_vpp2",),
+    },
+    "vlm": {
+        "vision tp2 + language pp2": ("layout=images_tp2_language_pp2",),
+        "both tp2 on the same ranks": ("layout=one_process", "modules.images.layout.tp=2", f"{LANGUAGE}tp=2"),
+    },
+    "moe": {
+        "cp2 ep2": ("layout=language_cp2", f"{LANGUAGE}ep=2"),
+        "dp2": ("layout=language_dp2",),
+        "tp2 etp2": ("layout=language_tp2", f"{LANGUAGE}sp=true", f"{LANGUAGE}etp=2"),
+    },
 }
 QUICK = ("train.global_batch_size=8", "train.micro_batch_size=2", "optim.warmup_iters=0")
-GPT = (*QUICK, "modules.language.llm.num_layers=4")
-FROZEN = (*QUICK, "modules.images.freeze=[projector]")
-MOE = (*QUICK, "llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=32")
+EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=32")
+MODELS = {
+    "gpt": ("gpt_tiny", "prose", "layout=language_one", "modules.language.llm.num_layers=4"),
+    "vlm": ("vlm_digits", "digits", "layout=one_process", "modules.images.freeze=[projector]"),
+    "moe": ("gpt_tiny", "prose", "layout=language_one", *EXPERTS),
+}
+"""Config, demo, and overrides."""
 
 
 def norms_of_a_step(cfg) -> dict:
@@ -86,47 +87,31 @@ def on_one_process(cfg) -> dict:
 
 
 @pytest.fixture(scope="module")
-def one_gpt(prose, tmp_path_factory) -> dict:
-    """Norms of the plain GPT on one process."""
-    return on_one_process(config("gpt_tiny", tmp_path_factory.mktemp("one"), prose, "layout=language_one", *GPT))
+def one_process(request, tmp_path_factory):
+    """Returns the norms of a model on one process, made once; a part of the vision-language model is frozen."""
+
+    @functools.cache
+    def made(model: str) -> dict:
+        name, demo, *own = MODELS[model]
+        folder = tmp_path_factory.mktemp("one")
+        return on_one_process(config(name, folder, request.getfixturevalue(demo), *QUICK, *own))
+
+    return made
 
 
-@pytest.fixture(scope="module")
-def one_vlm(digits, tmp_path_factory) -> dict:
-    """Norms of the vision-language model on one process; a part of the encoder is frozen."""
-    return on_one_process(config("vlm_digits", tmp_path_factory.mktemp("one"), digits, "layout=one_process", *FROZEN))
-
-
-@pytest.fixture(scope="module")
-def one_moe(prose, tmp_path_factory) -> dict:
-    """Norms of the mixture of experts on one process."""
-    return on_one_process(config("gpt_tiny", tmp_path_factory.mktemp("one"), prose, *MOE, "layout=language_one"))
-
-
-def require_equal(one: dict, cfg) -> None:
+@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in LAYOUTS for layout in LAYOUTS[model]])
+def test_norms_are_those_of_one_process(model, layout, one_process, request, tmp_path):
+    one, (name, demo, *own) = one_process(model), MODELS[model]
+    assert any(
+        {"moe": ".local_experts.3.", "vlm": "images.encoders.images."}.get(model, "") in key for key in one["grads"]
+    )
+    assert not any("projection" in key for key in one["grads"])
+    cfg = config(name, tmp_path, request.getfixturevalue(demo), *QUICK, *own, *LAYOUTS[model][layout])
     for found in run_ranks(norms_of_a_step, resolve(cfg).layout.world_size, cfg):
         assert found["grads"] == pytest.approx(one["grads"], rel=1e-4, abs=1e-7)
         assert found["grads"]["l2_norm/grad/global"] == pytest.approx(one["grads"]["l2_norm/grad/global"], rel=1e-5)
         assert found["params"] == pytest.approx(one["params"], rel=1e-6)
         assert found["params after"] == pytest.approx(one["params after"], rel=1e-6)
-
-
-@pytest.mark.parametrize("overrides", GPT_LAYOUTS.values(), ids=GPT_LAYOUTS.keys())
-def test_gpt_norms_are_those_of_one_process(overrides, one_gpt, prose, tmp_path):
-    require_equal(one_gpt, config("gpt_tiny", tmp_path, prose, *overrides, *GPT))
-
-
-@pytest.mark.parametrize("overrides", VLM_LAYOUTS.values(), ids=VLM_LAYOUTS.keys())
-def test_vlm_norms_are_those_of_one_process(overrides, one_vlm, digits, tmp_path):
-    assert any(key.startswith("l2_norm/grad/images.encoders.images.") for key in one_vlm["grads"])
-    assert not any("projection" in key for key in one_vlm["grads"])
-    require_equal(one_vlm, config("vlm_digits", tmp_path, digits, *overrides, *FROZEN))
-
-
-@pytest.mark.parametrize("overrides", MOE_LAYOUTS.values(), ids=MOE_LAYOUTS.keys())
-def test_norms_of_experts_are_those_of_one_process(overrides, one_moe, prose, tmp_path):
-    assert any(".local_experts.3." in key for key in one_moe["grads"])
-    require_equal(one_moe, config("gpt_tiny", tmp_path, prose, *MOE, *overrides))
 
 
 def _norms_of_16_bits(cfg) -> dict:
