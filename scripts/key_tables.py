@@ -59,6 +59,9 @@ SHARED: dict[type, str] = {
 LARGE = 1000
 """Upper bounds from here on only catch typing errors: the page leaves them out."""
 
+CITATION = re.compile(r" \([^()]*arXiv[^()]*\)")
+"""Matches a source in the docstring of an encoder, which readers of the code need, not those of the page."""
+
 HEAD = ("| key | default | meaning |", "|---|---|---|")
 
 WRITE = "python scripts/key_tables.py --write"
@@ -191,7 +194,8 @@ def _encoders() -> Iterator[str]:
     for cls, heading in SHARED.items():
         yield from [f"#### {heading}", "", *_differences(cls, headings)]
     for name, family in FAMILIES.items():
-        yield from [f"#### family: {name}", "", _shown_text(inspect.getdoc(family.spec)), ""]
+        text = CITATION.sub("", _shown_text(inspect.getdoc(family.spec)))
+        yield from [f"#### family: {name}", "", text, ""]
         yield from _differences(family.spec, headings)
         headings[family.spec] = f"family: {name}"
 
