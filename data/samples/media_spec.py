@@ -48,6 +48,8 @@ class Media:
     """How to resize an image to `size`."""
     grid: Callable[[int, int], Grid | None] | None = None
     """Rows and columns of an image's tokens, for M-RoPE language models, else None. It returns None without a grid."""
+    positions: Callable[[np.ndarray, Sequence[tuple[int, int]]], np.ndarray] | None = None
+    """Positions of tokens, int64 [axes, S], by their ids and the extents of the module's items; None: by `grid`."""
     canvas: Callable[[int, int], tuple[int, int]] | None = None
     """(height, width) of the canvas that is cut into tiles; (0, 0): not cut. `size` is then the image's own."""
     cut_several: bool = True

@@ -265,7 +265,10 @@ class ShardDataset(Samples):
 
     def _positioned(self, sample: TextSample, meta: SampleMeta) -> TextSample:
         """Add what the language model has of it: M-RoPE positions, and the blocks of tokens that see each other."""
-        if any(spec.grid for spec in self.modules):
+        of_class = next((spec for spec in self.modules if spec.positions), None)
+        if of_class is not None and of_class.positions is not None:
+            sample = replace(sample, positions=of_class.positions(sample.input_ids, meta.extents(of_class)))
+        elif any(spec.grid for spec in self.modules):
             places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
             sample = replace(sample, positions=axis_positions(sample.input_ids, places))
         kinds = {self._placeholders[spec.module]: spec.bidirectional for spec in self.modules if spec.bidirectional}

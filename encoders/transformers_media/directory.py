@@ -150,20 +150,33 @@ def deepstack_of(config: PretrainedConfig) -> list[int]:
     return next((list(value) for _, key, value in _media_values(config) if key == "deepstack_visual_indexes"), [])
 
 
+@cache
+def _of_positions(path: str) -> PreTrainedModel:
+    """Return the model of a directory that has `get_rope_index`, on the meta device."""
+    model = skeleton(hf_config(path))
+    return model if hasattr(model, "get_rope_index") else model.base_model
+
+
+def has_positions_of_images(path: str) -> bool:
+    """True if the class of a directory computes positions from tokens and patches of images alone."""
+    arguments = inspect.signature(_of_positions(path).get_rope_index).parameters
+    return kinds_of(hf_config(path)) == ["image"] and {"mm_token_type_ids", "image_grid_thw"} <= arguments.keys()
+
+
 def positions(
-    config: PretrainedConfig, ids: Sequence[int], kinds: Sequence[int], grids: torch.Tensor, lengths: torch.Tensor
+    path: str, ids: Sequence[int], kinds: Sequence[int], grids: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Return positions as the model's class computes them, int64 [3, S].
+    """Return positions as the model's class computes them, int64 [axes, S].
 
     Args:
+        path: directory of the model.
         ids: tokens of a text.
         kinds: 1 for tokens that features of an image replace, else 0.
         grids: patches of each image in time, height and width, [N, 3].
         lengths: frames of each audio, [N].
     """
-    model = skeleton(config)
-    owner = model if hasattr(model, "get_rope_index") else model.base_model
-    options = {"input_ids": torch.tensor([ids]), "image_grid_thw": grids}
+    owner = _of_positions(path)
+    options = {"input_ids": torch.tensor([ids]), "image_grid_thw": grids if len(grids) else None}
     if "mm_token_type_ids" in inspect.signature(owner.get_rope_index).parameters:
         options["mm_token_type_ids"] = torch.tensor([kinds], dtype=torch.int32)
     else:  # Qwen-Omni

@@ -1,5 +1,6 @@
 """Sizes of encoders of `transformers`, from their directories: the image or audio side of a model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -8,6 +9,7 @@ from encoders.key_rules import MOST_WIDTH, FixedKeys, key
 from encoders.plain.spec import PlainSpec
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PretrainedConfig
 
     from encoders.transformers_media.processor import MediaProcessor
@@ -114,6 +116,8 @@ class MediaSpec(ProcessorSpec):
     """Id of the tokens that features replace."""
     axes: bool = False
     """The language model has positions in time, row and column."""
+    class_positions: bool = False
+    """Positions on several axes are those that the class of the model computes; false: those of Qwen-VL."""
     bidirectional: str = key("", choices=("", "items", "prefix"))
     """Tokens that see each other: `items` (those of one item), `prefix` (all before the first answer)."""
     deepstack: list[int] = key(factory=list, at_least=0)
@@ -186,6 +190,21 @@ class MediaImages(ImageItems, MediaSpec):
 
     def token_grid(self, height: int, width: int, /, *, merge: int = 1) -> tuple[int, int] | None:
         return self.processor().grid(height, width)
+
+    def positions(self, ids: "np.ndarray", extents: Sequence[tuple[int, int]]) -> "np.ndarray":
+        """Return positions as the model's class computes them, int64 [axes, S].
+
+        Args:
+            ids: tokens of a text, int64 [S].
+            extents: height and width of each of its images.
+        """
+        import torch
+
+        from encoders.transformers_media.directory import positions
+
+        grids = torch.tensor([self.processor().patches(*extent) for extent in extents], dtype=torch.int64)
+        kinds = (ids == self.pad).tolist()
+        return positions(self.path, ids.tolist(), kinds, grids, torch.tensor([])).numpy()
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
         tokens = f"up to {self.most_tokens()} of 1024 x 1024 pixels"

@@ -61,6 +61,7 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             pairs=partial(module.encoder.attention_pairs, merge=module.projector.merge),
             resize=Resize(**asdict(module.encoder.transform)),
             grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
+            positions=module.encoder.positions if getattr(module.encoder, "class_positions", False) else None,
             canvas=getattr(module.encoder, "canvas", None) if module.encoder.is_tiled else None,
             cut_several=getattr(module.encoder, "cut_several", True),
             bidirectional=module.encoder.bidirectional,

@@ -18,6 +18,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
 from mimo_train.config.schema_train import TrainConfig
+from mimo_train.config.transformers_llm import TransformersSizes
 from mimo_train.layout.adapters import adapter_faults
 from mimo_train.layout.batch import Batch, batch_faults, packing_faults
 from mimo_train.layout.kernels import compile_faults, fp8_faults
@@ -234,6 +235,12 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
                 f"modules.{LANGUAGE}.pretrained",
                 f"the images of {prefix} have positions in time, row and column, which this language model does not "
                 f"get: set it to {encoder.path}, with implementation native",
+            )
+        if getattr(encoder, "class_positions", False) and not isinstance(cfg.llm, TransformersSizes):
+            yield Fault(
+                f"modules.{LANGUAGE}.pretrained",
+                f"the images of {prefix} have positions that only the class of transformers has: set it to "
+                f"{encoder.path}, with implementation transformers",
             )
         tokens = most_tokens(encoder, module.projector)
         if tokens > cfg.data.sequence_length > 0:

@@ -18,7 +18,7 @@ MEDIA = _by_type(
         "has embeddings of images in its language model": "kosmos-2 kosmos-2.5 phi4_multimodal",
         "generates blocks by diffusion": "diffusion_gemma",
         "has a processor without a token for images": "pp_chart2table",
-        "has positions on several axes that are not those of Qwen-VL": "hunyuan_vl minicpmv4_7",
+        "has positions on several axes that are not those of Qwen-VL": "minicpmv4_7",
         "saves tensors of its language model by other names than that alone": "cosmos3_omni",
         "has a language model without get_input_embeddings": "nemotron_h_omni",
         "predicts actions": "pi0",

@@ -83,11 +83,11 @@ class Decoder:
 
 
 def _positions(prompt: Prompt, length: int) -> torch.Tensor:
-    """Return positions of a prompt and the text after it: [1, length], or [3, 1, length] on three axes."""
+    """Return positions of a prompt and the text after it: [1, length], or [axes, 1, length] on several."""
     if prompt.positions is None:
         return torch.arange(length)[None]
     rest = prompt.positions.max() + 1 + torch.arange(length - len(prompt.ids))
-    return torch.cat([prompt.positions, rest.expand(3, -1)], dim=1)[:, None]
+    return torch.cat([prompt.positions, rest.expand(len(prompt.positions), -1)], dim=1)[:, None]
 
 
 def _last_logits(

@@ -63,7 +63,7 @@ class Prompt:
     rows: dict[str, int]
     """Rows of features of every encoder module: its placeholders in `ids`."""
     positions: torch.Tensor | None = None
-    """Positions of `ids` on three axes, int64 [3, S], if the model has these; None: 0, 1, 2, ..."""
+    """Positions of `ids` on several axes, int64 [axes, S], if the model has these; None: 0, 1, 2, ..."""
     blocks: torch.Tensor | None = None
     """Tokens with one number see each other, -1: only earlier ones; int64 [S]. None: all of them -1."""
 
@@ -158,7 +158,11 @@ class Prompts:
             arguments[item.module] = None if own is None else {item.module: own}
         rows = {name: ids.count(placeholder) for name, placeholder in self._places.items()}
         positions = None
-        if any(item.grid for item in self._modules):
+        of_class = next((item for item in self._modules if item.positions), None)
+        if of_class is not None and of_class.positions is not None:
+            sizes = [each.size for each in inputs[of_class.module]]
+            positions = torch.from_numpy(of_class.positions(np.array(ids, dtype=np.int64), sizes))
+        elif any(item.grid for item in self._modules):
             places = {self._places[name]: [each.place for each in own] for name, own in inputs.items()}
             positions = torch.from_numpy(axis_positions(np.array(ids, dtype=np.int64), places))
         kinds = {self._places[item.module]: item.bidirectional for item in self._modules if item.bidirectional}

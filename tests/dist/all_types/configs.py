@@ -143,7 +143,7 @@ FIXES: dict[str, dict[str, Any]] = {
         "image_grid_pinpoints": [[336, 336], [336, 672], [672, 336], [672, 672]],
     },
     "granite_docling": _TILE, "idefics3": _TILE, "smolvlm": _TILE,
-    "hunyuan_vl": {"text_config.head_dim": 16},
+    "hunyuan_vl": {"text_config.head_dim": 16, **_mrope(2, 2, 2, 2)},
     "kimi_k25": {"text_config.num_key_value_heads": 4},
     "lfm3_vl": {"text_config.rope_parameters": _BOTH},
     "llama4": {"vision_config.intermediate_size": 256},

@@ -70,7 +70,8 @@ class OfTransformers(Composite):
         config = directory.hf_config(self.folder)
         kind, others = self.kind(module), directory.unsupported(config)
         axes = directory.AXES in directory.special(config)
-        if not others and axes and not self._has_usual_positions():
+        class_positions = not others and axes and not self._has_usual_positions()
+        if class_positions and not directory.has_positions_of_images(self.folder):
             others = [directory.AXES]
         if others:
             raise EncoderError(
@@ -87,6 +88,7 @@ class OfTransformers(Composite):
             "parameters": structure.of_kind(kind).num_parameters,
             "dropout": directory.dropout_of(config),
             "axes": axes,
+            "class_positions": class_positions,
             "bidirectional": directory.bidirectional_of(config),
             "deepstack": directory.deepstack_of(config) if kind == "image" else [],
         }
@@ -134,7 +136,7 @@ class OfTransformers(Composite):
         ids += [*begin, *items[1], *text]
         kinds = [int(token == images.pad) for token in ids]
         patches = torch.tensor([images.patches(*size) for size in SIZES])
-        expected = positions(config, ids, kinds, patches, torch.tensor(lengths))
+        expected = positions(self.folder, ids, kinds, patches, torch.tensor(lengths))
         return np.array_equal(axis_positions(np.array(ids), places), expected.numpy())
 
     @property
