@@ -55,6 +55,12 @@ class NotDownloaded(NothingToLearn):
     what = "whose media could not be downloaded"
 
 
+class SeveralAnswers(RecordError):
+    """A record with loss in several places, for a model whose tokens before an answer see each other."""
+
+    remedy = "give each answer its own record, or exclude the earlier ones from the loss"
+
+
 class UnknownRecord(RecordError):
     """A record without any known field."""
 

@@ -21,7 +21,16 @@ from functools import lru_cache
 import numpy as np
 
 from data import collate
-from data.errors import OF_THE_MACHINE, DataError, DecodeError, NothingToLearn, RecordError, SampleError, reason_of
+from data.errors import (
+    OF_THE_MACHINE,
+    DataError,
+    DecodeError,
+    NothingToLearn,
+    RecordError,
+    SampleError,
+    SeveralAnswers,
+    reason_of,
+)
 from data.index.catalogue import open_catalogue
 from data.index.shard_index import Member
 from data.media.audio import decode_audio
@@ -274,6 +283,10 @@ class ShardDataset(Samples):
         kinds = {self._placeholders[spec.module]: spec.bidirectional for spec in self.modules if spec.bidirectional}
         if "prefix" in kinds.values():
             learned = np.flatnonzero(sample.loss_mask)
+            if len(learned) and learned[-1] - learned[0] >= len(learned):
+                raise SeveralAnswers(
+                    f"key {meta.key!r}: has several answers, and all tokens before an answer see each other"
+                )
             end = learned[0] + 1 if len(learned) else sample.length  # labels are shifted
             return replace(sample, blocks=np.where(np.arange(len(sample.input_ids)) < end, 0, -1))
         blocks = blocks_of(sample.input_ids, [*kinds])

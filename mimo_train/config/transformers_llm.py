@@ -21,6 +21,10 @@ RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 """Entries of `layer_types` of layers that see earlier documents of a packed row."""
 
 
+CHOOSING = ("index_topk", "indexer_budget", "compress_rates")
+"""Beginnings of keys of classes in which tokens attend to chosen ones, or to several as one."""
+
+
 MODEL = "model."
 """Prefix of the parameters of the class in its module."""
 
@@ -163,6 +167,10 @@ class Parameters:
     """Name of the output layer's weight; that of the embedding if they are tied."""
     is_recurrent: bool
     """True if layers carry a state from one token to the next, so that packed documents would mix."""
+    chooses_tokens: bool
+    """True if a token attends to chosen ones (sparse indexers), which the documents of a packed row would change."""
+    chunk: int
+    """Tokens of a row that attend to each other alone in some layers (Llama 4); 0 without such layers."""
     can_recompute: bool
     """True if the class supports gradient checkpointing."""
     linears: Mapping[str, tuple[int, int]]
@@ -276,10 +284,10 @@ def _mrope_section(rope: Mapping[str, Any]) -> list[int]:
 
 
 @cache
-def _parameters(text: str) -> Parameters:
+def _parameters(model_config: str) -> Parameters:
     import torch
 
-    config = transformers_config(json.loads(text))
+    config = transformers_config(json.loads(model_config))
     try:
         with torch.device("meta"):
             model = alone(class_of(config)._from_config(config))
@@ -291,12 +299,15 @@ def _parameters(text: str) -> Parameters:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or output is None:
         raise Unsupported(f"{type(model).__name__} has no input embedding or no output layer. Choose another model")
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or ()
     return Parameters(
         {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         names[id(embedding.weight)],
         names[id(output.weight)],
         bool(getattr(model, "_is_stateful", False)) or any(kind in RECURRENT for kind in kinds),
+        any(name.startswith(CHOOSING) and getattr(text, name) for name in vars(text)),
+        int(getattr(text, "attention_chunk_size", None) or 0),
         bool(model.supports_gradient_checkpointing),
         {
             name: (module.out_features, module.in_features)
@@ -304,7 +315,7 @@ def _parameters(text: str) -> Parameters:
             if type(module) is torch.nn.Linear and module is not output and not _NOT_ADAPTED.search(name)
         },
         "deepstack_visual_embeds" in inspect.signature(model.get_decoder().forward).parameters,
-        _active_experts(config.get_text_config(decoder=True)),
+        _active_experts(text),
     )
 
 

@@ -14,6 +14,7 @@ from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
 from mimo_train.config.transformers_llm import MODEL, TransformersLlm, Unsupported, parameters_of
+from mimo_train.layout.batch import pack_length
 from mimo_train.layout.ranks import layers_of_stage
 from mimo_train.models.blocks.base import tp_faults
 
@@ -301,11 +302,17 @@ def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             "is true, but the recurrent layers of this class of transformers mix the documents of a row. Set it to "
             "false",
         )
-    if cfg.data.pack and "index_topk" in cfg.language.llm.model_config:
+    if cfg.data.pack and parameters.chooses_tokens:
         yield Fault(
             "data.pack",
-            "is true, but this class of transformers, which chooses the tokens that it attends to (index_topk), gives "
+            "is true, but this class of transformers, which chooses the tokens that it attends to, gives "
             "other numbers for a row of documents than for each alone. Set it to false",
+        )
+    if cfg.data.pack and 0 < parameters.chunk < (row := pack_length(cfg)):
+        yield Fault(
+            "data.pack_length",
+            f"a row has {row} tokens, and this class of transformers cuts attention after each {parameters.chunk} of a "
+            "row, not of a document. Use at most that, or data.pack=false",
         )
     for name, module in cfg.encoders.items():
         if module.encoder.deepstack and not parameters.has_deepstack:

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from encoders.registry import family_of
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.transformers_llm import TransformersSizes
+from mimo_train.config.transformers_llm import TransformersLlm, TransformersSizes
 from mimo_train.cpu.grad_accumulation import InPlaceGradients
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
@@ -126,6 +126,9 @@ def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, na
             freeze_base(chunks, PARTS["projector"])
         for chunk in chunks:
             start_magnitudes(chunk)
+    if isinstance(cfg.modules[name].llm, TransformersLlm):
+        for chunk in chunks:
+            chunk.freeze_unused()
     let_biases_learn(chunks)
     if cfg.recompute_of(name) == "full":
         let_recomputed_layers_learn(chunks)

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from transformers.initialization import no_init_weights
 
+from data.text_format import listed
 from encoders.transformers_media.directory import keep_float32
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
@@ -37,7 +38,7 @@ LISTED = 3
 CACHES = ("past_key_values", "cache_params", "state")
 """Names of caches in the inputs and outputs of classes."""
 PROBED = 8
-"""Tokens of each of two texts in a row that show whether one of them sees the other."""
+"""Tokens before and behind a place whose logits show whether tokens see what they must not; the fewest of a text."""
 ROUNDING = {torch.float32: 1e-5}
 """Largest change of logits by rounding, relative to the largest; 4e-3 in half precision. Experts get other batches."""
 
@@ -58,8 +59,10 @@ class TransformersLanguageModel(MegatronModule):
     Attributes:
         model: the model of `transformers`. It has all parameters, so names in checkpoints are those of its class with
             the prefix `model.`.
+        remark: what to tell the user of a new model; empty if nothing, and on all ranks but one.
     """
 
+    remark = ""
     share_embeddings_and_output_weights = False  # tied weights are one parameter with one name
     pre_process = post_process = True
 
@@ -94,7 +97,7 @@ class TransformersLanguageModel(MegatronModule):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.embedding = _Embedding(self.model.get_input_embeddings())
         self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
-        self._proven = set[bool]()
+        self._proven = {False: 0, True: 0}
 
     def forward(
         self,
@@ -125,11 +128,8 @@ class TransformersLanguageModel(MegatronModule):
         """
         learned, self.learned_N = self.learned_N, None
         padding, self.padding_BS = self.padding_BS, None
-        packed = packed_seq_params is not None
-        if packed not in self._proven:
-            self._require_independence(packed)
-            self._proven.add(packed)
-        batch, length = position_ids.shape[-2:]
+        packed, (batch, length) = packed_seq_params is not None, position_ids.shape[-2:]
+        self._require_independence(packed, length if inference_context is None else 1)
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if decoder_input is not None:
             inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}
@@ -158,6 +158,28 @@ class TransformersLanguageModel(MegatronModule):
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Do nothing: the model has one pipeline stage."""
+
+    @torch.enable_grad()
+    def freeze_unused(self) -> None:
+        """Freeze the parameters on which no logit depends, such as those of sparse indexers. torch's AdamW leaves out
+        parameters without a gradient; ours would decay them. Experts stay: which are used depends on the tokens."""
+        was_training = self.model.training
+        self.model.eval()
+        ids_BS = torch.arange(PROBED, device=self.model.get_input_embeddings().weight.device)[None]
+        waiting, seen, used = [self.model(input_ids=ids_BS, use_cache=False).logits.grad_fn], set[Any](), set[int]()
+        self.model.train(was_training)
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                used.add(id(getattr(node, "variable", None)))
+                waiting += [following for following, _ in node.next_functions]
+        trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        unused = [name for name, value in trained.items() if id(value) not in used and "expert" not in name]
+        for name in unused:
+            trained[name].requires_grad_(False)
+        if unused and self.pg_collection.dp.rank() == 0:
+            self.remark = f"modules.{LANGUAGE}: no logit depends on {listed(unused, LISTED)}: frozen"
 
     def load_weights(self, folder: str, key: str) -> None:
         """Load the weights of a directory; rows of the embedding that it lacks are drawn, equal on every rank.
@@ -297,43 +319,64 @@ class TransformersLanguageModel(MegatronModule):
         finally:
             hook.remove()
 
-    @torch.no_grad()
-    def _require_independence(self, packed: bool) -> None:
-        """Compare logits of two texts that differ in other tokens only: later ones, and with `packed` those of the
-        document before."""
-        device, was_training = self.model.get_input_embeddings().weight.device, self.model.training
-        ids = torch.arange(2 * PROBED, device=device)[None] % self.config.llm.vocab_size
-        behind = ids >= PROBED
-
-        def logits(changed: torch.Tensor, options: dict[str, torch.Tensor]) -> torch.Tensor:
-            other_ids = (ids + PROBED * changed) % self.config.llm.vocab_size
-            return self.model(input_ids=other_ids, **options, use_cache=False).logits[0].float()
-
+    def _require_independence(self, packed: bool, length: int) -> None:
+        """Compare logits of texts that differ in other tokens only: later ones, and with `packed` those of the first of
+        several documents. Classes may do otherwise in long rows, so it is repeated for a `length` of the next power of
+        two."""
+        if length <= self._proven[packed]:
+            return
+        power = max(1 << (length - 1).bit_length(), 2 * PROBED)
+        whole = max(2 * PROBED, min(power, self.max_sequence_length or power))
+        self._proven[packed] = length if packed else whole
+        rows, was_training = max(whole, length) if packed else whole, self.model.training
         self.model.eval()
-        nothing, restarted = behind & False, torch.arange(PROBED, device=device).repeat(2)[None]
-        whole = self._options(ids.new_ones(ids.shape).cumsum(1) - 1)
-        if self._differ(logits(nothing, whole), logits(nothing, {})):
-            self._takes_positions, whole = False, {}  # RoBERTa counts from another number
-        parts = self._options(restarted)
-        sees_later = self._differ(*(logits(changed, whole)[:PROBED] for changed in (behind, nothing)))
-        mixes = packed and (
-            not parts or self._differ(*(logits(changed, parts)[PROBED:] for changed in (~behind, nothing)))
-        )
+        restart = min(whole, rows // 2)
+        sees_later, mixes = self._sees_later(whole), packed and self._mixes(rows, restart)
         self.model.train(was_training)
         if sees_later:
             raise UserError(
-                f"modules.{LANGUAGE}: tokens of {type(self.model).__name__} see later ones, so that it is no causal "
-                "language model. Set is_decoder in its config.json, or choose another model"
+                f"modules.{LANGUAGE}: tokens of {type(self.model).__name__} see later ones in a text of {whole}, so "
+                "that it is no causal language model. Set is_decoder in its config.json, or choose another model"
             )
         if mixes:
             raise UserError(
-                f"data.pack: {type(self.model).__name__} of modules.{LANGUAGE} mixes the documents of a packed row. "
-                "Set data.pack=false"
+                f"data.pack: {type(self.model).__name__} of modules.{LANGUAGE} mixes the documents of a packed row of "
+                f"{rows} tokens. Set data.pack=false"
             )
 
-    def _differ(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+    def _sees_later(self, length: int) -> bool:
+        places, middle = torch.arange(length), length // 2
+        before = torch.arange(middle - PROBED, middle)
+        nothing = self._logits(places < 0, before, places)
+        if self._takes_positions and self._differ(nothing, self._logits(places < 0, before, None)):
+            self._takes_positions = False  # RoBERTa counts from another number
+            nothing = self._logits(places < 0, before, None)
+        return self._differ(self._logits(places >= middle, before, places), nothing)
+
+    def _mixes(self, length: int, restart: int) -> bool:
+        """True if the first `restart` tokens of a row change logits of documents behind them."""
+        places = torch.arange(length)
+        behind = torch.cat([torch.arange(restart, restart + PROBED), torch.arange(length - PROBED, length)])
+        if not self._takes_positions:
+            return True
+        first, second = (self._logits(changed, behind, places % restart) for changed in (places < restart, places < 0))
+        return self._differ(first, second)
+
+    @torch.no_grad()
+    def _logits(self, changed_S: torch.Tensor, chosen_N: torch.Tensor, places_S: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits at `chosen_N` of a text with other tokens where `changed_S`, [N, V]."""
+        device = self.model.get_input_embeddings().weight.device
+        ids_BS = ((torch.arange(len(changed_S)) + PROBED * changed_S) % self.config.llm.vocab_size)[None].to(device)
+        options = {} if places_S is None else self._options(places_S[None].to(device))
+        with self._only(chosen_N.to(device), len(changed_S)):
+            logits_NV = self.model(input_ids=ids_BS, **options, use_cache=False).logits[0].float()
+        return logits_NV if len(logits_NV) == len(chosen_N) else logits_NV[chosen_N.to(device)]
+
+    def _differ(self, first_NV: torch.Tensor, second_NV: torch.Tensor) -> bool:
+        """True if logits differ, at more than one position: rounding may send a token to another expert."""
         rounding = ROUNDING.get(self.config.params_dtype, 4e-3)
-        return bool((first - second).abs().max() > rounding * first.abs().max())
+        differs_NV = (first_NV - second_NV).abs() > rounding * first_NV.abs().max()
+        return int(differs_NV.any(1).sum()) > 1
 
 
 class _Embedding:

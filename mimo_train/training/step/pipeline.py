@@ -256,6 +256,9 @@ def build_parts(
     has_delta = any(isinstance(part, DeltaNet) for chunk in model for part in chunk.modules())
     if kind == "cuda" and has_delta and dist.get_rank() == 0 and fallback_reason():
         show(f"torch computes Gated DeltaNet, which is slower: {fallback_reason()}")
+    for part in (part for chunk in model for part in chunk.modules()):
+        if remark := getattr(part, "remark", ""):
+            show(remark)
     _seed(cfg, groups)
     stopwatch = Stopwatch(cuda=kind == "cuda")
     return Parts(tokenizer, Pipeline(run, groups, model, device, stopwatch), stopwatch)

@@ -24,6 +24,11 @@ COMMON = {
 FAMILIES: dict[str, dict] = {
     "llama": {"tie_word_embeddings": True},
     "cohere": {},
+    "deepseek_v32": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "num_key_value_heads": 4,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "jetmoe": {
         "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
@@ -196,7 +201,12 @@ def test_steps_are_those_of_transformers_and_resume_and_export_are_exact(prose, 
         # In evaluation transformers halves the states of RWKV, next to the epsilon of its norms; we do not.
         assert wrong == [] and gap < (1e-3 if kind == "rwkv" else BOUND), kind
         assert ours == theirs, kind
-        assert tensors(tmp_path / "out" / kind).keys() == tensors(models / kind).keys()
+        exported, source = tensors(tmp_path / "out" / kind), tensors(models / kind)
+        assert exported.keys() == source.keys()
+        # No gradient reaches indexers, which would decay.
+        assert all(
+            exported[name].equal(source[name]) == ("indexer" in name) for name in source if source[name].ndim == 2
+        )
 
 
 def _all_plain(models: Path, batches: dict, cfgs: dict) -> dict:
@@ -396,15 +406,18 @@ def test_texts_that_see_each_other_are_rejected(prose, models, tmp_path):
     for kind in ("lfm2", "mamba2", "qwen3_5_text"):
         with pytest.raises(ConfigError, match=r"data\.pack: is true, but the recurrent layers"):
             resolve(run_of("gpt_tiny", tmp_path / kind, prose, models / kind, AS_IS, "data.pack=true"))
+    chunked = models / "llama4_text"
+    with pytest.raises(ConfigError, match=r"data\.pack_length: a row has 9000 tokens, .* after each 8192"):
+        resolve(run_of("gpt_tiny", tmp_path, prose, chunked, AS_IS, "data.pack=true", "data.pack_length=9000"))
     for base, kind, message in (
-        ("gpt_tiny", "deepseek_v32", r"data\.pack: is true, .*\(index_topk\)"),
+        ("gpt_tiny", "deepseek_v32", r"data\.pack: is true, .* chooses the tokens"),
         ("vlm_digits", "qwen3_vl", r"data\.pack: is true, .* positions on several axes of modules\.images"),
     ):
         _save_config(tmp_path / kind, kind)
         with pytest.raises(ConfigError, match=message):
             resolve(run_of(base, tmp_path / "run", prose, tmp_path / kind, AS_IS, "data.pack=true"))
     (said,) = run_ranks(
-        _probe, 1, {kind: run_of("gpt_tiny", tmp_path, prose, models / kind, AS_IS) for kind in (*FAMILIES, NOT_CAUSAL)}
+        _probe, 1, {kind: run_of("gpt_tiny", tmp_path, prose, models / kind, AS_IS) for kind in (NOT_CAUSAL, *FAMILIES)}
     )
     assert {kind for kind, text in said.items() if "mixes the documents of a packed row" in text} == {
         "gpt_oss",  # its class gives no positions to the mask
@@ -415,7 +428,8 @@ def test_texts_that_see_each_other_are_rejected(prose, models, tmp_path):
         "rwkv",
     }
     assert "tokens of BertLMHeadModel see later ones" in said[NOT_CAUSAL]
-    assert sum(text == "" for text in said.values()) == 4
+    assert sum(text == "" for text in said.values()) == 5
+    assert "see later ones in a text of 64" in said["long"]
 
 
 def _save_config(folder: Path, kind: str) -> None:
@@ -429,7 +443,6 @@ def _save_config(folder: Path, kind: str) -> None:
 def _probe(cfgs: dict) -> dict[str, str]:
     from megatron.core.utils import unwrap_model
 
-    from mimo_train.config.errors import UserError
     from mimo_train.layout.run import resolve
     from mimo_train.training.step.pipeline import build_parts, start_processes
 
@@ -438,12 +451,24 @@ def _probe(cfgs: dict) -> dict[str, str]:
         run = resolve(cfg)
         parts = build_parts(run, *start_processes(cfg))
         (language,) = map(unwrap_model, parts.pipeline.model)
-        try:
-            language._require_independence(packed=True)
-            said[kind] = ""
-        except UserError as error:
-            said[kind] = str(error)
-    return said
+        said[kind] = _dependence(language, packed=True, length=16)
+    # Tokens that see later ones, in long rows alone.
+    language = unwrap_model(parts.pipeline.model[0])
+    language.model.get_input_embeddings().register_forward_hook(
+        lambda module, arguments, output: output + output.mean(1, keepdim=True) if output.size(1) > 32 else output
+    )
+    language.max_sequence_length = 0
+    return said | {"long": _dependence(language, packed=False, length=33)}
+
+
+def _dependence(language, **row) -> str:
+    from mimo_train.config.errors import UserError
+
+    try:
+        language._require_independence(**row)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def test_rejected_by_name(prose, models, tmp_path):

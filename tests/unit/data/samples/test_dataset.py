@@ -2,9 +2,11 @@
 
 import base64
 import io
+import json
 import logging
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -257,3 +259,21 @@ def test_image_records_without_a_image_module_say_so(small):
 def test_unknown_media_kind():
     with pytest.raises(DataError, match=r"modules\.x.*'video'"):
         Media("x", "video", "<video>", int, int)
+
+
+def test_several_answers_are_bad_where_a_prefix_sees_itself(dataset, tmp_path):
+    def record(name, *losses):
+        turns = [("human", "q", {}), ("gpt", "first", {"loss": losses[0]}), ("human", "r", {}), ("gpt", "second", {})]
+        said = [{"from": role, "value": text, **more} for role, text, more in turns]
+        return f"{name}.json", json.dumps({"conversations": said}).encode()
+
+    shard = write_tar(tmp_path / "turns-000000.tar", [record("a", True), record("b", False)])
+    data = dataset(
+        shards=shard, media=(replace(images(), bidirectional="prefix"),), sequence_length=64, shuffle=False,
+        max_bad_samples=1,
+    )  # fmt: skip
+    assert data.read_text(0)[1].reason.startswith("has several answers, and all tokens before an answer see each other")
+    sample, bad = data.read_text(1)
+    first = np.flatnonzero(sample.loss_mask)[0]
+    assert bad is None and data.tokenizer.decode(sample.labels[sample.loss_mask == 1]) == "second"
+    assert (sample.blocks == np.where(np.arange(64) <= first, 0, -1)).all()
