@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from encoders.errors import EncoderError
@@ -72,6 +73,16 @@ class ImageItems(ProcessorSpec):
     kind: ClassVar[str] = "image"
     medium: ClassVar[str] = "image"
     placeholder: ClassVar[str] = "<image>"
+
+
+SECONDS = (30.0, 20.0, 10.0, 8.0, 5.0, 4.0, 3.0, 2.0, 1.0)
+"""Lengths of audio that a directory may take."""
+
+
+@cache
+def longest(reader: Any) -> float:
+    """Return the default of `max_seconds`: the first of SECONDS that a reader of audio does not cut."""
+    return next((seconds for seconds in SECONDS if not reader.cuts(seconds)), SECONDS[-1])
 
 
 @dataclass

@@ -83,6 +83,8 @@ def _export(args: argparse.Namespace) -> int:
         print(f"each part by itself, for no model of transformers has them all: {reason}")
     for directory in written:
         print(f"{directory.what}: {directory.folder}")
+        for change in directory.changes:
+            print(f"warning: {change}, by which transformers reads items. Change them in {directory.folder}")
     if args.push_to_hub:
         print(f"uploaded: {push(args.to, args.push_to_hub)}")
     dist.destroy_process_group()

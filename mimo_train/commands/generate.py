@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,14 +113,15 @@ def _generate(args: argparse.Namespace) -> int:
         temperature = 1.0 if args.top_k or args.top_p < 1 else 0.0
     sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
     media = [(kind, Path(file)) for kind in KINDS for file in getattr(args, kind)]
-    source = open_source(place_of(located(args.checkpoint, "CHECKPOINT")), trust_code=args.trust_code)
+    for kind, file in media:
+        if not file.is_file():  # before a model is loaded
+            raise UserError(f"--{kind}: no file {file}")
+    place = place_of(located(args.checkpoint, "CHECKPOINT"))
+    source = open_source(place, trust_code=args.trust_code, seconds=_longest(media))
     options = {"--chat": chat, "--system": args.system, "media": media}
     asking = [name for name, is_given in options.items() if is_given]  # what only a conversation has
     if args.prompt_format == "text" and asking:
         raise UserError(f"--prompt-format: text continues a prompt without turns, leave out {' and '.join(asking)}")
-    for kind, file in media:
-        if not file.is_file():  # before a model is loaded
-            raise UserError(f"--{kind}: no file {file}")
     divert_command("generate", source.run_dir)
     import torch.distributed as dist
 
@@ -149,6 +150,14 @@ def _generate(args: argparse.Namespace) -> int:
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _longest(media: Iterable[tuple[str, Path]]) -> float:
+    """Return the seconds of the longest clip."""
+    from data.media.audio_files import parse_audio_header
+
+    headers = (parse_audio_header(file.read_bytes()) for kind, file in media if kind == "audio")
+    return max((header[0] / header[1] for header in headers if header), default=0.0)
 
 
 def _build(source: "Source") -> "Parts":

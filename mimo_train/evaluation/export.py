@@ -13,7 +13,7 @@ from mimo_train.checkpoint.load import opened, require_stored, require_used
 from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.fill_in import all_parts, parts_there
+from mimo_train.config.pretrained.fill_in import all_parts, changed_choices, parts_there
 from mimo_train.config.pretrained.hub import named_in_hub
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows
@@ -39,6 +39,9 @@ class Exported:
     folder: Path
     what: str
     """Modules and parts that are in it."""
+    changes: tuple[str, ...] = ()
+    """How the run read images and audio otherwise than the files of the directory say, which are those of its
+    source."""
 
 
 def export(
@@ -103,7 +106,9 @@ def export(
         own_adapters = adapters.get(document.name)
         if own_adapters is None:
             write(document, to=place)
-            written.append(Exported(place, document.what))
+            copied = document.modules if document.source else ()
+            changes = tuple(change for name in copied for change in changed_choices(run.cfg, name))
+            written.append(Exported(place, document.what, changes))
             continue
         base = document.source if is_base(document, stored) else None
         if base is None:

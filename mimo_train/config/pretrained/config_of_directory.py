@@ -1,5 +1,6 @@
 """The config of a model from its Hugging Face directory alone, for generation."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ _OF_KINDS = {"image": "images", "audio": "audio"}
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def config_of_directory(folder: Path) -> ConfigContainer:
+def config_of_directory(folder: Path, seconds: float = 0) -> ConfigContainer:
     """Return a run of the model in a directory, or of an adapter with its base model, without data.
+
+    Args:
+        seconds: length of the longest audio that it is to read, which no directory says.
 
     Raises:
         ConfigError: it is no directory of a supported language model, with or without encoders.
@@ -48,6 +52,10 @@ def config_of_directory(folder: Path) -> ConfigContainer:
         if any((path in of_language) == (name == LANGUAGE) for path in paths):
             plain["modules"][name]["lora"] = {"adapter": str(adapter)}
     fill_in(plain, directories(plain), tokenizer_is_given=False)
+    for name in encoders:
+        encoder = plain["modules"][name]["encoder"]
+        if encoder["family"] in ("media_audio", "tower_audio"):
+            encoder["max_seconds"] = max(encoder["max_seconds"], math.ceil(seconds))
     length = plain["modules"][LANGUAGE]["llm"].get("max_positions") or LONGEST
     plain["data"] |= {"shards": str(folder), "sequence_length": length}
     dtype = directory.config.get("dtype") or directory.config.get("torch_dtype") or "float32"

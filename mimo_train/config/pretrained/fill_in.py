@@ -201,6 +201,18 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
         raise ConfigError(faults)
 
 
+def changed_choices(cfg: ConfigContainer, name: str) -> Iterator[str]:
+    """Yield how an encoder reads its items otherwise than the files of its directory say."""
+    module = cfg.modules[name]
+    if name == LANGUAGE or not module.pretrained or not Path(module.pretrained).is_dir():
+        return
+    directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
+    for key, value in _parts(name, directory, module.implementation).get("encoder", {}).items():
+        chosen = getattr(module.encoder, key)
+        if key in CHOICES["encoder"] - {"name", "dropout", "init_std", "layer_scale"} and chosen != value:
+            yield f"modules.{name}.encoder.{key} is {chosen} in this run, and {value} by the files"
+
+
 def _repeated_half(
     name: str, directory: Directory, implementation: str, halves: dict[tuple[Path, str], str]
 ) -> Iterator[Fault]:

@@ -36,18 +36,19 @@ class Source:
     """Parts whose initial weights need not be drawn, see `build_model`."""
 
 
-def open_source(path: Place, *, trust_code: bool = False) -> Source:
+def open_source(path: Place, *, trust_code: bool = False, seconds: float = 0) -> Source:
     """Return the model in a folder: of a run (its newest checkpoint), a checkpoint, or a `transformers` model.
 
     Args:
         trust_code: import encoders that the config of a checkpoint names by their paths.
+        seconds: length of the longest audio that a `transformers` model is to read.
 
     Raises:
         UserError: there is no complete checkpoint, it is damaged, it names code that is not trusted, or the directory's
             model cannot be built.
     """
     if not isinstance(path, Url) and is_directory_of_a_model(path):
-        alone = on_one_process(config_of_directory(path))
+        alone = on_one_process(config_of_directory(path, seconds))
         return Source(alone, partial(_load_directory, alone), None, parts_there(alone))
     folder = folders.in_folder(path, "CHECKPOINT")
     alone = on_one_process(recorded_config(folder, trust_code=trust_code))

@@ -16,7 +16,7 @@ from mimo_train.estimate.memory import GIB, Memory, mask_bytes, rank_memory, run
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.launch.start import launch_of, processes_per_node
 from mimo_train.layout.batch import pack_length
-from mimo_train.layout.kernels import fp8_text
+from mimo_train.layout.kernels import fp8_text, torch_layers_because
 from mimo_train.layout.placement import Edge, moved_for_nodes, span_text
 from mimo_train.layout.ranks import RunLayout, lay_out, pipeline_stages
 from mimo_train.layout.run import Run, warm_up_warnings
@@ -37,6 +37,9 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
         if patterns:
             notes.append(f"* patterns of modules.{name}.freeze ({', '.join(patterns)}) are not counted as frozen")
         where = (str(layout.modules[name]), _span(layout, layout.modules[name].ranks)) if layout else ("at fault", "")
+        is_known = isinstance(module.llm, TransformersLlm) or isinstance(module.encoder, PlainSpec)
+        if cfg.run.device != "cpu" and not is_known and (reason := torch_layers_because(cfg, name)):
+            notes.append(f"all layers of {name} are torch's, also where Transformer Engine is installed: {reason}")
         mark = "*" if patterns else ""
         rows.append((name, _module_text(module), *where, f"{count.total:,}", f"{count.trainable:,}{mark}"))
     if len(rows) > 1:

@@ -119,7 +119,7 @@ def trained(request, published, tmp_path_factory) -> Trained:
     return Trained(kind, layout, folder, expected, run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg))
 
 
-def composed(folder: Path, run_dir: Path, *overrides: str):
+def composed(folder: Path, run_dir: Path, *overrides: str, name: str = "vlm_digits"):
     values = {
         "run.dir": run_dir, "pretrained": folder / "model", "data.shards": folder / "samples.tar", "data.demo": "",
         "data.validation_shards": "", "data.shuffle": "false", "data.sequence_length": 240, "data.workers": 0,
@@ -129,7 +129,7 @@ def composed(folder: Path, run_dir: Path, *overrides: str):
         "optim.clip_grad": CLIP, "optim.beta1": 0.9,
         "optim.beta2": 0.95, "checkpoint.save_interval": 0, "log.tensorboard": "false",
     }  # fmt: skip
-    return load("vlm_digits", [*(f"{key}={value}" for key, value in values.items()), *overrides])
+    return load(name, [*(f"{key}={value}" for key, value in values.items()), *overrides])
 
 
 def train(cfg, question: list = SAMPLES[0][0]) -> dict:

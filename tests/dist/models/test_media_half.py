@@ -82,13 +82,11 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
         "qwen3_omni_moe_thinker": experts,
         "gemma3": ["modules.language.layout.sp=true"] if layout == "tp2" else [],
     }.get(kind, [])
+    name = "mixed_tiny" if kind in OMNI_KINDS else "vlm_digits"
     if kind in OMNI_KINDS:
         sizes = [override for override in LAYOUTS[layout] if override.startswith("modules.images.")]
-        overrides += [
-            "+modules.audio.encoder.max_seconds=2",
-            *(f"+{size.replace('images', 'audio')}" for size in sizes),
-        ]
-    cfg = composed(folder, tmp_path / "run", *overrides)
+        overrides += ["modules.audio.encoder.max_seconds=2", *(size.replace("images", "audio") for size in sizes)]
+    cfg = composed(folder, tmp_path / "run", *overrides, name=name)
     ranks = run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg, samples_of(kind)[0][0])
     last = {rank["tp"]: rank["logits"] for rank in ranks if "logits" in rank}
     logits = np.concatenate([last[at] for at in sorted(last)], axis=-1)
@@ -194,7 +192,10 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
     with pytest.raises(ConfigError, match="whose media half modules.images has already"):
         composed(folder, tmp_path, f"+modules.more.pretrained={folder / 'model'}")
     omni, _ = published("qwen2_5_omni")
-    assert [*config_of_directory(omni / "model").modules] == ["images", "audio", "language"]
+    modules = config_of_directory(omni / "model").modules
+    # Its extractor cuts audio of more than 2 s.
+    assert [*modules] == ["images", "audio", "language"] and modules["audio"].encoder.max_seconds == 2
+    assert config_of_directory(omni / "model", seconds=2.5).modules["audio"].encoder.max_seconds == 3
     with pytest.raises(ConfigError, match="modules.images has already. .* needs a name that begins with audio$"):
         composed(omni, tmp_path, f"+modules.sounds.pretrained={omni / 'model'}")
     with pytest.raises(ConfigError, match="^modules.audio.encoder.max_seconds: is 3, but the feature extractor cuts"):
