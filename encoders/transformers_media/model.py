@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from encoders.errors import EncoderError
 from encoders.plain.model import PlainEncoder
 from encoders.transformers_media.directory import keep_float32, projects_in_forward, skeleton, without_language
-from encoders.transformers_media.processor import MediaProcessor
+from encoders.transformers_media.processor import FRAMES, MediaProcessor
 from encoders.transformers_media.spec import MediaSpec
 
 Item = Mapping[str, Any]
@@ -129,11 +130,12 @@ class MediaHalf(torch.nn.Module):
         return features_RH
 
     def _groups(self, items: Sequence[Item]) -> Iterator[list[int]]:
-        """Yield the numbers of items that are joined along their first dimension."""
+        """Yield the numbers of items that are joined along their first dimension; those with `FRAMES` are padded."""
         groups: dict[Any, list[int]] = {}
         for at, item in enumerate(items):
+            end = -1 if FRAMES in item else None
             shapes = (
-                (name, value.shape[1:] if isinstance(value, torch.Tensor) else None) for name, value in item.items()
+                (name, value.shape[1:end] if isinstance(value, torch.Tensor) else None) for name, value in item.items()
             )
             groups.setdefault(tuple(shape for shape in shapes if shape[0] in self.arguments), []).append(at)
         yield from groups.values()
@@ -187,7 +189,10 @@ def _rows(features: Any) -> torch.Tensor:
 
 def _joined(values: Sequence[Any]) -> Any:
     if isinstance(values[0], torch.Tensor):
-        return torch.cat(list(values)) if len(values) > 1 else values[0]
+        most = max(value.size(-1) for value in values)
+        return (
+            torch.cat([F.pad(value, (0, most - value.size(-1))) for value in values]) if len(values) > 1 else values[0]
+        )
     return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]
 
 

@@ -15,6 +15,8 @@ from PIL import Image
 
 from encoders.errors import EncoderError
 
+FRAMES = "feature_attention_mask"
+"""Name of the mask of the frames that Qwen-Omni takes of `input_features`, which its processor pads to 300 s, 15 MB."""
 SIZES = 2**16
 """Sizes whose text is kept."""
 TRIED = (64, 64), (336, 672)
@@ -152,6 +154,9 @@ class MediaProcessor:
                 f"{type(self._processor).__name__} makes {len(ids)} tokens of an item of {[*item.shape]}, and "
                 f"{len(expected[1])} others of an empty one of this size"
             )
+        if FRAMES in inputs:  # the model takes no others
+            frames = int(inputs[FRAMES].sum())
+            inputs |= {name: inputs[name][..., :frames].clone() for name in (FRAMES, "input_features")}
         return {**inputs, "input_ids": torch.tensor([ids]), "rows": ids.count(self.pad)}
 
     def _process(self, item: torch.Tensor) -> tuple[dict[str, Any], Text]:

@@ -156,10 +156,15 @@ def require_stored(shards: Iterable[LocalShard], reader: Reader, folder: Place, 
                 f"checkpoint.weights={folder}"
             )
         if faults:
-            raise UserError(
-                f"checkpoint {folder} is of another model: {listed_faults(faults)}; give the config that it was saved "
-                "with, or begin a new run in another run.dir"
+            # Keys that differ were rejected before: a version that adapts further layers by default.
+            older = all(is_adapter(name) for name in faults)
+            remedy = (
+                f"an earlier version had no adapters there; begin a new run with its weights: another run.dir, and "
+                f"checkpoint.weights={folder}"
+                if older
+                else "give the config that it was saved with, or begin a new run in another run.dir"
             )
+            raise UserError(f"checkpoint {folder} is of another model: {listed_faults(faults)}; {remedy}")
 
 
 def shape_fault(shard: LocalShard, key: Key, reader: Reader) -> str:

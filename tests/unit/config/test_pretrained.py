@@ -6,6 +6,7 @@ import pytest
 
 from mimo_train.config.compose import from_dict, load, to_dict
 from mimo_train.config.errors import ConfigError, UserError
+from mimo_train.config.pretrained.composites.of_transformers import of_transformers
 from mimo_train.config.pretrained.config_of_directory import base_of_adapter, config_of_directory
 
 LLAMA = {
@@ -191,3 +192,17 @@ def test_an_adapter_whose_model_is_not_here_is_named(llama, tmp_path):
     with pytest.raises(UserError, match=f"^CHECKPOINT: {config} is damaged"):
         config_of_directory(tmp_path)
     assert base_of_adapter(llama) is None
+
+
+@pytest.mark.parametrize("of_all", [{}, {"vocab_size": 32}])
+def test_rows_of_a_vocabulary_are_all_that_an_export_changes(of_all, tmp_path):
+    """Not what the class of several parts makes of the language model's keys."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    text = {"model_type": "cohere2", "vocab_size": 32, "logit_scale": 0.0625, **sizes}
+    vision = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    config = {"model_type": "aya_vision", "text_config": text, "vision_config": vision, **of_all}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    directory = of_transformers(tmp_path)
+    assert directory.with_vocabulary(config, 32) == config
+    rows = {"vocab_size": 40}
+    assert directory.with_vocabulary(config, 40) == {**config, **(of_all and rows), "text_config": text | rows}

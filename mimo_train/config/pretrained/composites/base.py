@@ -63,5 +63,7 @@ class Composite:
         """Return config.json of a model with `rows` rows in its embedding."""
         if self.part(config, LANGUAGE).get("vocab_size") == rows:
             return dict(config)
-        inner = {self.language: self.part(config, LANGUAGE) | {"vocab_size": rows}} if self.language else {}
+        text = config.get(self.language) or self.absent.get(self.language) or {}
+        is_outer = not self.language or ("vocab_size" in config and not text)  # early files
+        inner = {} if is_outer else {self.language: {**text, "vocab_size": rows}}
         return {**config, **inner, **({"vocab_size": rows} if "vocab_size" in config or not inner else {})}
