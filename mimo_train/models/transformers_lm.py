@@ -3,7 +3,6 @@
 Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabulary.
 """
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,15 +31,12 @@ from mimo_train.layout.adapters import AdaptedLinear
 from mimo_train.models.language_model import spread
 from mimo_train.models.lora import Adaptable, start_magnitudes
 from mimo_train.models.parameters import seed_for
+from mimo_train.models.probe import Probe, only_at
 
 LISTED = 3
 """Maximum number of names in a message."""
 CACHES = ("past_key_values", "cache_params", "state")
 """Names of caches in the inputs and outputs of classes."""
-PROBED = 8
-"""Tokens before and behind a place whose logits show whether tokens see what they must not; the fewest of a text."""
-ROUNDING = {torch.float32: 1e-5}
-"""Largest change of logits by rounding, relative to the largest; 4e-3 in half precision. Experts get other batches."""
 
 
 @dataclass
@@ -96,8 +92,7 @@ class TransformersLanguageModel(MegatronModule):
         if config.recompute_granularity == "full":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.embedding = _Embedding(self.model.get_input_embeddings())
-        self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
-        self._proven = {False: 0, True: 0}
+        self._probe = Probe(self.model, config.llm.vocab_size, config.params_dtype, max_sequence_length)
 
     def forward(
         self,
@@ -129,14 +124,14 @@ class TransformersLanguageModel(MegatronModule):
         learned, self.learned_N = self.learned_N, None
         padding, self.padding_BS = self.padding_BS, None
         packed, (batch, length) = packed_seq_params is not None, position_ids.shape[-2:]
-        self._require_independence(packed, length if inference_context is None else 1)
+        self._probe.require_independence(packed, length if inference_context is None else 1)
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if decoder_input is not None:
             inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}
         if inference_context is not None:
             with self._added():
                 return self._next_logits(inputs, position_ids, inference_context)
-        with self._only(learned, batch * length), self._unbalanced(padding), self._added():
+        with only_at(self.model, learned, batch * length), self._unbalanced(padding), self._added():
             output = self.model(**inputs, **self._options(position_ids), use_cache=False)
         logits_NV = output.logits.flatten(0, 1)
         if learned is not None and len(logits_NV) != len(learned):
@@ -159,25 +154,12 @@ class TransformersLanguageModel(MegatronModule):
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Do nothing: the model has one pipeline stage."""
 
-    @torch.enable_grad()
     def freeze_unused(self) -> None:
-        """Freeze the parameters on which no logit depends, such as those of sparse indexers. torch's AdamW leaves out
-        parameters without a gradient; ours would decay them. Experts stay: which are used depends on the tokens."""
-        was_training = self.model.training
-        self.model.eval()
-        ids_BS = torch.arange(PROBED, device=self.model.get_input_embeddings().weight.device)[None]
-        waiting, seen, used = [self.model(input_ids=ids_BS, use_cache=False).logits.grad_fn], set[Any](), set[int]()
-        self.model.train(was_training)
-        while waiting:
-            node = waiting.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                used.add(id(getattr(node, "variable", None)))
-                waiting += [following for following, _ in node.next_functions]
-        trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
-        unused = [name for name, value in trained.items() if id(value) not in used and "expert" not in name]
+        """Freeze the parameters on which no logit depends. torch's AdamW leaves out parameters without a gradient; ours
+        would decay them."""
+        unused = self._probe.unused()
         for name in unused:
-            trained[name].requires_grad_(False)
+            self.model.get_parameter(name).requires_grad_(False)
         if unused and self.pg_collection.dp.rank() == 0:
             self.remark = f"modules.{LANGUAGE}: no logit depends on {listed(unused, LISTED)}: frozen"
 
@@ -264,25 +246,7 @@ class TransformersLanguageModel(MegatronModule):
 
     def _options(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         # transformers reads the documents of a packed row from positions that restart (masking_utils.py).
-        return {"position_ids": position_ids} if self._takes_positions else {}
-
-    @contextmanager
-    def _only(self, learned_N: torch.Tensor | None, positions: int) -> Iterator[None]:
-        """Give the output layer only the hidden states of chosen positions, as [1, N, H]."""
-        if learned_N is None:
-            yield
-            return
-
-        def chosen(_module: torch.nn.Module, arguments: tuple) -> tuple:
-            (states_BSH,) = arguments
-            rows_MH = states_BSH.flatten(0, -2)
-            return (rows_MH.index_select(0, learned_N)[None] if len(rows_MH) == positions else states_BSH,)
-
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(chosen)
-        try:
-            yield
-        finally:
-            hook.remove()
+        return {"position_ids": position_ids} if self._probe.takes_positions else {}
 
     @contextmanager
     def _unbalanced(self, padding_BS: torch.Tensor | None) -> Iterator[None]:
@@ -318,65 +282,6 @@ class TransformersLanguageModel(MegatronModule):
             yield
         finally:
             hook.remove()
-
-    def _require_independence(self, packed: bool, length: int) -> None:
-        """Compare logits of texts that differ in other tokens only: later ones, and with `packed` those of the first of
-        several documents. Classes may do otherwise in long rows, so it is repeated for a `length` of the next power of
-        two."""
-        if length <= self._proven[packed]:
-            return
-        power = max(1 << (length - 1).bit_length(), 2 * PROBED)
-        whole = max(2 * PROBED, min(power, self.max_sequence_length or power))
-        self._proven[packed] = length if packed else whole
-        rows, was_training = max(whole, length) if packed else whole, self.model.training
-        self.model.eval()
-        restart = min(whole, rows // 2)
-        sees_later, mixes = self._sees_later(whole), packed and self._mixes(rows, restart)
-        self.model.train(was_training)
-        if sees_later:
-            raise UserError(
-                f"modules.{LANGUAGE}: tokens of {type(self.model).__name__} see later ones in a text of {whole}, so "
-                "that it is no causal language model. Set is_decoder in its config.json, or choose another model"
-            )
-        if mixes:
-            raise UserError(
-                f"data.pack: {type(self.model).__name__} of modules.{LANGUAGE} mixes the documents of a packed row of "
-                f"{rows} tokens. Set data.pack=false"
-            )
-
-    def _sees_later(self, length: int) -> bool:
-        places, middle = torch.arange(length), length // 2
-        before = torch.arange(middle - PROBED, middle)
-        nothing = self._logits(places < 0, before, places)
-        if self._takes_positions and self._differ(nothing, self._logits(places < 0, before, None)):
-            self._takes_positions = False  # RoBERTa counts from another number
-            nothing = self._logits(places < 0, before, None)
-        return self._differ(self._logits(places >= middle, before, places), nothing)
-
-    def _mixes(self, length: int, restart: int) -> bool:
-        """True if the first `restart` tokens of a row change logits of documents behind them."""
-        places = torch.arange(length)
-        behind = torch.cat([torch.arange(restart, restart + PROBED), torch.arange(length - PROBED, length)])
-        if not self._takes_positions:
-            return True
-        first, second = (self._logits(changed, behind, places % restart) for changed in (places < restart, places < 0))
-        return self._differ(first, second)
-
-    @torch.no_grad()
-    def _logits(self, changed_S: torch.Tensor, chosen_N: torch.Tensor, places_S: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits at `chosen_N` of a text with other tokens where `changed_S`, [N, V]."""
-        device = self.model.get_input_embeddings().weight.device
-        ids_BS = ((torch.arange(len(changed_S)) + PROBED * changed_S) % self.config.llm.vocab_size)[None].to(device)
-        options = {} if places_S is None else self._options(places_S[None].to(device))
-        with self._only(chosen_N.to(device), len(changed_S)):
-            logits_NV = self.model(input_ids=ids_BS, **options, use_cache=False).logits[0].float()
-        return logits_NV if len(logits_NV) == len(chosen_N) else logits_NV[chosen_N.to(device)]
-
-    def _differ(self, first_NV: torch.Tensor, second_NV: torch.Tensor) -> bool:
-        """True if logits differ, at more than one position: rounding may send a token to another expert."""
-        rounding = ROUNDING.get(self.config.params_dtype, 4e-3)
-        differs_NV = (first_NV - second_NV).abs() > rounding * first_NV.abs().max()
-        return int(differs_NV.any(1).sum()) > 1
 
 
 class _Embedding:

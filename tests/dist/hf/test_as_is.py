@@ -457,7 +457,7 @@ def _probe(cfgs: dict) -> dict[str, str]:
     language.model.get_input_embeddings().register_forward_hook(
         lambda module, arguments, output: output + output.mean(1, keepdim=True) if output.size(1) > 32 else output
     )
-    language.max_sequence_length = 0
+    language._probe._longest = 0
     return said | {"long": _dependence(language, packed=False, length=33)}
 
 
@@ -465,7 +465,7 @@ def _dependence(language, **row) -> str:
     from mimo_train.config.errors import UserError
 
     try:
-        language._require_independence(**row)
+        language._probe.require_independence(**row)
     except UserError as error:
         return str(error)
     return ""
