@@ -12,15 +12,12 @@ ALL = bool(os.environ.get("MIMO_ALL_MODELS"))
 BOUND = 1e-5
 """Largest difference of logits, of the largest, and of loss and gradient norm."""
 FEW = {
-    "cohere2_vision": "logits that are not scaled",
     "cohere_compass_text": "rotary positions by kind of layer, a language model as it is",
-    "glmasr": "audio",
-    "granite_speech": "batch norms, batches that are not those of their items",
+    "granite_speech": "audio; batch norms, batches that are not those of their items",
+    "hunyuan_vl": "positions of its class, on four axes",
     "idefics2": "images that are padded",
     "lfm2_vl": "a processor with an option of its own, a language model as it is",
     "llama4": "a projector outside of the tower",
-    "mamba2": "a language model as it is",
-    "qianfan_ocr": "tensors that are converted",
 }
 """Types that always run, and what is special."""
 PACKAGES = {

@@ -1,20 +1,27 @@
 """Rows of directories that make up the parameters of a model of several parts, and what of it a half holds."""
 
+import pytest
 import torch
-from transformers import Dots3NoteForConditionalGeneration, LlavaNextConfig, LlavaNextForConditionalGeneration
+from transformers import AutoModelForMultimodalLM, LlavaNextConfig, LlavaNextForConditionalGeneration
 
-from encoders.transformers_media.directory import hub_state, without_media
+from encoders.transformers_media.directory import hub_state, scales_logits, without_media
 from encoders.transformers_media.tensors import Structure
 from tests.dist.all_types.configs import shrink, tiny_config
 
 
-def test_matrices_that_a_class_stacks_and_buffers_with_weights_are_read():
-    config = tiny_config("dots3_note")
+@pytest.mark.parametrize(
+    ("kind", "special"),
+    [
+        ("dots3_note", ".mlp.e_score_correction_bias"),
+        ("qianfan_ocr", ".attention.q_proj.weight"),
+    ],
+)
+def test_tensors_that_a_class_converts_and_buffers_with_weights_are_read(kind, special):
+    config = tiny_config(kind)
     with torch.device("meta"):
-        model = Dots3NoteForConditionalGeneration(config)
+        model = AutoModelForMultimodalLM.from_config(config)
     structure = Structure(config)
-    router = "model.vision_tower.blocks.1.mlp.e_score_correction_bias"
-    assert router in structure.shapes and router in dict(model.named_buffers())
+    assert any(name.endswith(special) for name in structure.shapes), sorted(structure.shapes)
     values = {name: torch.randn(shape) for name, shape in structure.shapes.items()}
     stored = hub_state(model, values, None)
     rules = structure.rules({name: tuple(value.shape) for name, value in stored.items()})
@@ -29,3 +36,8 @@ def test_a_language_model_has_no_parameters_of_images():
     with torch.device("meta"):
         model = without_media(LlavaNextForConditionalGeneration(config))
     assert not [name for name, _ in model.named_parameters() if "language_model" not in name and "lm_head" not in name]
+
+
+@pytest.mark.parametrize(("kind", "scales"), [("cohere2_vision", False), ("aya_vision", False), ("llava", True)])
+def test_a_model_may_not_scale_logits_as_its_language_model_does(kind, scales):
+    assert scales_logits(tiny_config(kind)) == scales
