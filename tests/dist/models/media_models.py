@@ -278,6 +278,7 @@ def _as_published(folder: Path) -> None:
     names = {name: f"thinker.{name.removeprefix('thinker.')}" for name in tensors}
     tensors = {names[name]: value for name, value in tensors.items()} | {"talker.codec_head.weight": np.ones((3, 2))}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "spk_dict.pt").write_bytes(b"voices")
 
 
 OMNI = {
