@@ -26,7 +26,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "log.prometheus_port": (0, "Remove it"),
     "log.router_losses_per_layer": (False, "Set log.metrics=[router_losses_per_layer]"),
     "log.straggler": (False, "Set log.metrics=[straggler]"),
-    "optim.name": ("adamw", "Remove it. The optimizer is AdamW"),
     "optim.min_loss_scale": (1.0, "Remove it. The least dynamic loss scale is 1"),
     "run.step_timeout_minutes": (0.0, "Remove it. Set run.timeout_minutes or run.hang_report_seconds"),
     "profiling.record_shapes": (False, "Remove it"),

@@ -112,8 +112,10 @@ class TrainConfig(Section):
 
 @dataclass
 class OptimConfig(Section):
-    """AdamW and its schedule, the same for every module."""
+    """The optimizer and its schedule, the same for every module."""
 
+    name: str = key("adamw", choices=("adamw",))
+    """The optimizer. `adamw` is the only choice so far."""
     lr: float = key(1e-3, at_least=0, at_most=MOST_RATE)
     """Peak learning rate."""
     min_lr: float = key(1e-5, at_least=0, at_most=MOST_RATE)

@@ -41,7 +41,7 @@ SAID = {
         *("eval_samples", "callbacks", "forward_step", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     },
     "optim": {
-        *("lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
+        *("name", "lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
         *("loss_scale", "initial_loss_scale", "loss_scale_window"),
     },
 }

@@ -161,7 +161,7 @@ def test_an_attribute_that_is_no_key_is_an_error_in_every_section():
             section.no_such_key = 1
     with pytest.raises(AttributeError, match=r"TrainConfig has no key 'train_iters'. Did you mean iters"):
         cfg.train.train_iters = 1
-    with pytest.raises(AttributeError, match=r"OptimConfig has no key 'learning_rate'. Choose from lr, "):
+    with pytest.raises(AttributeError, match=r"OptimConfig has no key 'learning_rate'. Choose from name, lr, "):
         cfg.optim.learning_rate  # noqa: B018
     assert copy.deepcopy(cfg) == cfg and dataclasses.replace(cfg.train, iters=8).iters == 8 and cfg.train.iters == 7
 
