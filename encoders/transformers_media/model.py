@@ -169,7 +169,14 @@ class MediaHalf(torch.nn.Module):
             else:
                 item = processor.read(torch.zeros(processor.length(first, second)))
             with torch.random.fork_rng(devices=()), torch.enable_grad():
-                waiting, seen = [self._features([item]).grad_fn], set()
+                try:
+                    waiting, seen = [self._features([item]).grad_fn], set()
+                except (RuntimeError, IndexError) as error:
+                    raise EncoderError(
+                        f"{processor.path}: {type(self.model).__name__} cannot compute an item that its processor made "
+                        f"({' '.join(str(error).split())}). config.json, weights and processor differ: `mimo-train "
+                        "check` compares the shapes of tensors. Copy the directory again"
+                    ) from error
             while waiting:
                 node = waiting.pop()
                 if node is None or node in seen:

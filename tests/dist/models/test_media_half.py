@@ -167,6 +167,25 @@ def test_a_forward_step_that_drops_the_tokens_that_see_later_ones_is_named(publi
     assert run_ranks(_without_blocks, 1, cfg)[0].startswith("the forward step must pass `blocks` to the model")
 
 
+def _failed(cfg) -> str:
+    """On a rank: why a run does not start."""
+    with pytest.raises(ValueError) as error:
+        train(cfg)
+    return str(error.value)
+
+
+def test_a_processor_of_another_model_is_named(published, tmp_path):
+    """By a start too, which reads no weights before features were tried."""
+    shutil.copytree(published("gemma3")[0], tmp_path / "gemma3")
+    file = tmp_path / "gemma3/model/config.json"
+    config = json.loads(file.read_text())
+    config["vision_config"]["image_size"] *= 2
+    file.write_text(json.dumps(config))
+    cfg = composed(tmp_path / "gemma3", tmp_path / "run", "data.sequence_length=300", *LAYOUTS["one process"])
+    (said,) = run_ranks(_failed, 1, cfg)
+    assert said.startswith(f"{file.parent}: Gemma3ForConditionalGeneration cannot compute an item that its processor")
+
+
 def test_a_media_half_resumes_at_another_dp(published, tmp_path):
     folder, expected = published("qwen2_5_omni")
     of_all = (f"train.iters={STEPS}", "data.sequence_length=300", "+modules.audio.encoder.max_seconds=2")
