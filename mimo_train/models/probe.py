@@ -98,8 +98,9 @@ class Probe:
         """Return the logits at `chosen_N` of a text with other tokens where `changed_S`, [N, V]."""
         device = self._model.get_input_embeddings().weight.device
         ids_BS = ((torch.arange(len(changed_S)) + PROBED * changed_S) % self._vocab_size)[None].to(device)
-        by_places = self.takes_positions and places_S is not None
-        options = {"position_ids": places_S[None].to(device)} if by_places else {}
+        options = {}
+        if places_S is not None and self.takes_positions:
+            options["position_ids"] = places_S[None].to(device)
         with only_at(self._model, chosen_N.to(device), len(changed_S)):
             logits_NV = self._model(input_ids=ids_BS, **options, use_cache=False).logits[0].float()
         return logits_NV if len(logits_NV) == len(chosen_N) else logits_NV[chosen_N.to(device)]

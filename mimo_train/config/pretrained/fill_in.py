@@ -207,10 +207,11 @@ def changed_choices(cfg: ConfigContainer, name: str) -> Iterator[str]:
     if name == LANGUAGE or not module.pretrained or not Path(module.pretrained).is_dir():
         return
     directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
-    for key, value in _parts(name, directory, module.implementation).get("encoder", {}).items():
-        chosen = getattr(module.encoder, key)
-        if key in CHOICES["encoder"] - {"name", "dropout", "init_std", "layer_scale"} and chosen != value:
-            yield f"modules.{name}.encoder.{key} is {chosen} in this run, and {value} by the files"
+    keys = _parts(name, directory, module.implementation).get("encoder", {})
+    for field in fields(module.encoder):
+        chosen, value = getattr(module.encoder, field.name), keys.get(field.name, field.default)
+        if field.name in CHOICES["encoder"] - {"name", "dropout", "init_std", "layer_scale"} and chosen != value:
+            yield f"modules.{name}.encoder.{field.name} is {chosen} in this run, and {value} by the files"
 
 
 def _repeated_half(

@@ -6,6 +6,7 @@ import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError
+from mimo_train.config.pretrained.fill_in import changed_choices
 from mimo_train.layout.run import config_faults
 
 LANGUAGE = {
@@ -92,6 +93,15 @@ def test_features_for_layers_need_these_layers_on_the_first_stage(tmp_path):
     assert faults(composed(tmp_path, QWEN3, *keys, "modules.images.layout.pp=2")) == ["modules.images.layout.pp"]
     wider = QWEN3 | {"vision_config": QWEN3["vision_config"] | {"out_hidden_size": 64}}
     assert faults(composed(tmp_path, wider, *keys)) == ["modules.images.encoder.deepstack_width"]
+
+
+def test_what_an_export_reads_otherwise_than_the_run_is_told(tmp_path):
+    """The files of an export are those of the directory."""
+    unchanged = composed(tmp_path, QWEN3)
+    assert [*changed_choices(unchanged, "images")] == [*changed_choices(unchanged, "language")] == []
+    most = unchanged.modules["images"].encoder.max_pixels
+    (change,) = changed_choices(composed(tmp_path, QWEN3, "modules.images.encoder.max_pixels=60000"), "images")
+    assert change == f"modules.images.encoder.max_pixels is 60000 in this run, and {most} by the files"
 
 
 def test_others_are_refused(tmp_path):

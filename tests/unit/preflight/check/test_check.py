@@ -181,6 +181,14 @@ def test_freezing_shows_in_the_table(capsys):
     assert "* patterns of modules.language.freeze (*.bias) are not counted as frozen" in out
 
 
+@pytest.mark.parametrize(("device", "is_told"), [("auto", True), ("cpu", False)])
+def test_layers_that_transformer_engine_does_not_compute_are_told(capsys, device, is_told):
+    sinks = ("modules.language.llm.attention_sinks=true", f"run.device={device}")
+    _, out, _ = run(capsys, "gpt_tiny", *sinks)
+    note = "all layers of language are torch's, also where Transformer Engine is installed: modules.language.llm."
+    assert (f"{note}attention_sinks requires torch's attention" in out) == is_told
+
+
 def test_a_batch_with_few_microbatches_is_a_warning():
     report = check(load("vlm_digits", "layout=language_pp2", "train.global_batch_size=8"))
     assert report.faults == []
