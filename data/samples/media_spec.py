@@ -63,6 +63,8 @@ class Media:
     """Text that changes with everything that determines `text`; empty without it."""
     bidirectional: str = ""
     """Tokens that see each other: `items`, those of each item; `prefix`, those before the first answer."""
+    types: tuple[int, ...] = ()
+    """Tokens of an item that do; empty: only those that features replace."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):

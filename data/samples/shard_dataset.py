@@ -289,7 +289,8 @@ class ShardDataset(Samples):
                 )
             end = learned[0] + 1 if len(learned) else sample.length  # labels are shifted
             return replace(sample, blocks=np.where(np.arange(len(sample.input_ids)) < end, 0, -1))
-        blocks = blocks_of(sample.input_ids, [*kinds])
+        types = [token for spec in self.modules if spec.bidirectional for token in spec.types]
+        blocks = blocks_of(sample.input_ids, [*kinds, *types])
         return replace(sample, blocks=blocks) if (blocks >= 0).any() else sample
 
     def _decode(self, spec: Media, meta: SampleMeta) -> list[MediaInput]:

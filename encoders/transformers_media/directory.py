@@ -32,10 +32,14 @@ SPECIAL = {
 }
 """What a model does besides putting features at their places, by the words of its `forward`. Checked against all models
 of several parts in transformers 5.23."""
-LAYERS, AXES, BLOCKS, *_ = SPECIAL
+LAYERS, AXES, BLOCKS, INPUTS, *_ = SPECIAL
 TILES_ALONE = "cuts an image into tiles only where a sample has no other, and its processor is called for each image"
 
-BIDIRECTIONAL = {"gemma3": "items", "paligemma": "prefix"}
+BIDIRECTIONAL = {
+    **dict.fromkeys(("gemma3", "gemma4", "gemma4_unified", "molmo2"), "items"),
+    "paligemma": "prefix",
+    "gemma3n": "",  # takes token types, and does not read them
+}
 """Which tokens see each other, see `EncoderSpec.bidirectional`. Under a window, tokens of an item see only those inside
 it; a prefix is seen whole."""
 
@@ -105,7 +109,13 @@ def _forward(built: type[PreTrainedModel]) -> str:
 def unsupported(config: PretrainedConfig) -> list[str]:
     """Return what a model does that is not supported: keys of `SPECIAL`, but for positions on several axes, which are
     compared with ours, and `TILES_ALONE`."""
-    supported = {AXES: True, LAYERS: deepstack_of(config), BLOCKS: bidirectional_of(config)}
+    inputs = inspect.signature(class_of(config).forward).parameters
+    supported = {
+        AXES: True,
+        LAYERS: deepstack_of(config),
+        BLOCKS: config.model_type in BIDIRECTIONAL,
+        INPUTS: "per_layer_inputs" in inputs,
+    }
     reasons = [reason for reason in special(config) if not supported.get(reason)]
     return [*reasons, TILES_ALONE] if config.model_type == "llava_onevision" else reasons
 
@@ -134,8 +144,14 @@ def pad_id(config: PretrainedConfig, kind: str) -> int:
 
 
 def bidirectional_of(config: PretrainedConfig) -> str:
-    """Return `bidirectional` of the encoder's spec; empty for a model whose masks are not known."""
-    return BIDIRECTIONAL.get(config.model_type, "")
+    """Return `bidirectional` of the spec of the images; empty for a causal model, as the small ones of Gemma 4 are."""
+    is_causal = "gemma4" in config.model_type and config.get_text_config().use_bidirectional_attention != "vision"
+    return "" if is_causal else BIDIRECTIONAL.get(config.model_type, "")
+
+
+def adds_features(config: PretrainedConfig) -> bool:
+    """True if a model adds features to the embeddings of their tokens, instead of replacing them."""
+    return bool(re.search(r"inputs_embeds\[\w+\] \+", _forward(class_of(config))))
 
 
 def deepstack_of(config: PretrainedConfig) -> list[int]:
@@ -143,11 +159,22 @@ def deepstack_of(config: PretrainedConfig) -> list[int]:
     models."""
     if LAYERS not in special(config):
         return []
+    if hasattr(config, "deepstack_layer_map"):  # Granite 4 Vision
+        layers = [layer for layer, _ in config.deepstack_layer_map or ()]
+        layers += [config.spatial_vision_layer] * len(config.spatial_target_layers)
+        return [int(layer) % config.vision_config.num_hidden_layers for layer in layers]
     name = MODEL_MAPPING_NAMES.get(config.get_text_config(decoder=True).model_type)
     decoders = [*_models_beside(class_of(config)), *([getattr(transformers, name)] if name else [])]
     if not any("deepstack_visual_embeds" in inspect.signature(decoder.forward).parameters for decoder in decoders):
         return []
     return next((list(value) for _, key, value in _media_values(config) if key == "deepstack_visual_indexes"), [])
+
+
+def deepstack_targets(config: PretrainedConfig) -> list[int]:
+    """Return the layers of the language model that add the features of `deepstack_of`, in its order; empty: the first
+    ones."""
+    layers = [layer for _, layer in getattr(config, "deepstack_layer_map", None) or ()]
+    return [*layers, *getattr(config, "spatial_target_layers", ())]
 
 
 @cache
@@ -215,7 +242,7 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
 def without_language(model: PreTrainedModel, kind: str = "") -> PreTrainedModel:
     """Take the language model and the output layer out of a model in place, and return it; with `kind` also the modules
     of other kinds of media. Buffers with weights, such as statistics of batch norms, become frozen parameters."""
-    language, head = model.get_decoder(), model.get_output_embeddings()
+    language, head = model.get_decoder(), output_of(model)
     removed = {id(module) for module in language.modules()} | {id(head)}
     if kind:
         removed |= {id(module) for name, module in model.named_modules() if is_of_others(model.config, name, kind)}
@@ -225,12 +252,17 @@ def without_language(model: PreTrainedModel, kind: str = "") -> PreTrainedModel:
                 setattr(owner, name, None)
     for owner in model.modules():
         for name, value in list(owner.named_buffers(recurse=False)):
-            if name not in owner._non_persistent_buffers_set and value.is_floating_point():
+            if name not in owner._non_persistent_buffers_set and value.is_floating_point() and value.dim():
                 delattr(owner, name)
                 owner.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
         if isinstance(owner, _BatchNorm):
             owner._non_persistent_buffers_set.add("num_batches_tracked")
     return model
+
+
+def saved_buffers(model: PreTrainedModel) -> set[str]:
+    """Return the names of the buffers that a directory has."""
+    return model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
 
 
 def is_of_others(config: PretrainedConfig, name: str, kind: str) -> bool:
@@ -242,7 +274,7 @@ def is_of_others(config: PretrainedConfig, name: str, kind: str) -> bool:
 def without_media(model: PreTrainedModel) -> PreTrainedModel:
     """Take all parameters but those of the language model and the output layer out of a model in place, and return
     it."""
-    language, head = model.get_decoder(), model.get_output_embeddings()
+    language, head = model.get_decoder(), output_of(model)
     kept = {id(module) for module in (*language.modules(), *(head.modules() if head is not None else ()))}
     owners = [owner for owner in model.modules() if kept & {id(child) for child in owner.modules()}]
     for owner in [owner for owner in owners if id(owner) not in kept]:
@@ -252,6 +284,25 @@ def without_media(model: PreTrainedModel) -> PreTrainedModel:
         for name, _ in list(owner.named_parameters(recurse=False)):
             owner.register_parameter(name, None)
     return model
+
+
+def output_of(model: PreTrainedModel) -> torch.nn.Module | None:
+    """Return the output layer, which may belong to the language model inside a model (Nemotron)."""
+    return cast(torch.nn.Module | None, model.get_output_embeddings() or model.get_decoder().get_output_embeddings())
+
+
+def per_layer_inputs(model: PreTrainedModel, ids_BS: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the input of a model that gives each layer something of each token, as it computes that of `input_ids`;
+    empty for other models."""
+    decoder, config = model.get_decoder(), model.config
+    takes = "per_layer_inputs" in inspect.signature(model.forward).parameters
+    if not takes or not decoder.config.hidden_size_per_layer_input:
+        return {}
+    if config.model_type != "gemma3n":  # Gemma 4 gives tokens of media what padding has
+        media = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
+        is_media_BS = torch.isin(ids_BS, ids_BS.new_tensor([token for token in media if token is not None]))
+        ids_BS = ids_BS.masked_fill(is_media_BS, decoder.config.pad_token_id)
+    return {"per_layer_inputs": decoder.get_per_layer_inputs(ids_BS)}
 
 
 def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:

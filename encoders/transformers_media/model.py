@@ -4,20 +4,30 @@ features of all items one after the other; H width of the language model."""
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from encoders.errors import EncoderError
 from encoders.plain.model import PlainEncoder
-from encoders.transformers_media.directory import keep_float32, projects_in_forward, skeleton, without_language
+from encoders.transformers_media.directory import (
+    keep_float32,
+    projects_in_forward,
+    saved_buffers,
+    skeleton,
+    without_language,
+)
 from encoders.transformers_media.processor import FRAMES, MediaProcessor
 from encoders.transformers_media.spec import MediaSpec
+from encoders.transformers_media.tensors import structure_of
 
 Item = Mapping[str, Any]
 """What `MediaProcessor.read` returns of an item."""
@@ -28,14 +38,21 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 def media_half(config: PretrainedConfig, kind: str) -> PreTrainedModel:
     """Return the media half for a kind of media with random weights, in float32 on the CPU. The other parts of
-    the model are never in memory. Buffers that no file has, such as rotary frequencies, get their values. Raise
-    EncoderError if files have others."""
+    the model are never in memory. Buffers that no file has, such as rotary frequencies, get their values."""
     model = without_language(skeleton(config), kind).to_empty(device="cpu")
-    stored = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    if stored:
-        raise EncoderError(f"{type(model).__name__} has buffers with weights, which are not read: {', '.join(stored)}")
     model.initialize_weights()
     return cast(PreTrainedModel, model.float())
+
+
+def read_buffers(model: PreTrainedModel, path: str) -> None:
+    """Read the buffers that files have, such as bounds of layers that clip: no training changes them."""
+    state = model.state_dict()
+    names = [name for name in saved_buffers(model) if not isinstance(state[name], FakeTensor)]
+    for file in Path(path).glob("*.safetensors") if names else ():
+        with safe_open(file, "pt") as tensors:
+            stored = structure_of(path).stored_names(tensors.keys())
+            for name in stored.keys() & names:
+                state[name].copy_(tensors.get_tensor(stored[name]))
 
 
 def getters(model: PreTrainedModel, kind: str) -> list[Any]:
@@ -98,6 +115,7 @@ class MediaHalf(torch.nn.Module):
         model = media_half(spec.hf_config(), self.kind)
         if not getters(model, self.kind):
             raise EncoderError(f"{type(model).__name__} has no get_{self.kind}_features")
+        read_buffers(model, spec.path)
         return model
 
     def _argument_names(self) -> set[str]:
@@ -109,8 +127,12 @@ class MediaHalf(torch.nn.Module):
         output = getters(self.model, self.kind)[0](**inputs, return_dict=True)
         if projects_in_forward(type(self.model)):
             return cast(torch.Tensor, self.model.multi_modal_projector(_rows(output.last_hidden_state)))
-        features_RH = _rows(output.pooler_output)
-        return torch.cat([features_RH, *map(_rows, output.deepstack_features)], 1) if self.deepstack else features_RH
+        if not self.deepstack:
+            return _rows(output.pooler_output)
+        if output.get("pooler_output") is None:  # Granite 4 Vision, whose levels are (layer, features)
+            levels = [_rows(features) for _, features in output.deepstack_features]
+            return torch.cat([torch.zeros_like(levels[0]), *levels], 1)
+        return torch.cat([_rows(output.pooler_output), *map(_rows, output.deepstack_features)], 1)
 
     def _features(self, items: Sequence[Item]) -> torch.Tensor:
         """Return the features of items whose tensors agree in all but their first dimension."""

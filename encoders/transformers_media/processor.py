@@ -35,6 +35,7 @@ class MediaProcessor:
     Attributes:
         mark: the text that a chat template writes for an item.
         pad_token: the token that features replace.
+        types: tokens of an item that its model's mask counts as those of an image.
         identity: text that changes with what determines the tokens of an item.
         sample_rate: samples per second of audio; 0 for images.
     """
@@ -62,6 +63,8 @@ class MediaProcessor:
         self.path, self.kind, self.pad, self._processor, self._tokenizer = path, kind, pad, processor, tokenizer
         self.sample_rate = int(part.sampling_rate) if kind == "audio" else 0
         self.mark = self._mark()
+        types = getattr(processor, "image_token_ids", ()) if kind == "image" else ()
+        self.types = tuple(token for token in types if token is not None)
         self.pad_token = str(tokenizer.convert_ids_to_tokens(pad))
         self.identity = f"{type(processor).__name__} {__version__} {processor.to_json_string()} {pad}"
         options = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
@@ -266,6 +269,22 @@ class MediaProcessor:
                 self._of_audio[length] = text
                 self._lengths.insert(bisect_left(self._lengths, length), length)
         return text
+
+    def begin(self) -> str:
+        """Return what the processor writes in front of every text that does not begin with it (Molmo 2)."""
+        try:
+            ids = self._processor(text=["a"], add_special_tokens=False)["input_ids"][0]
+        except Exception:  # it takes no text alone
+            return ""
+        text = str(self._tokenizer.decode(ids))
+        return text.removesuffix("a") if len(ids) > len(self._tokenized("a")) else ""
+
+    def chat_begins_with(self, begin: str) -> bool:
+        """True if the chat template writes this in front of a conversation; also without a template."""
+        if not getattr(self._processor, "chat_template", None):
+            return True
+        chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+        return str(self._processor.apply_chat_template(chat)).startswith(begin)
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

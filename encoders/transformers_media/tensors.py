@@ -18,6 +18,8 @@ from encoders.transformers_media.directory import (
     float32_names,
     hf_config,
     is_of_others,
+    output_of,
+    saved_buffers,
     skeleton,
     without_language,
 )
@@ -31,7 +33,7 @@ class Tensors:
         shapes: shape of each trained parameter, by its name in memory.
         num_parameters: those of all `shapes` together.
         float32: names of those that stay in float32 in half precision.
-        others: names of parameters that are not trained, and that an export copies.
+        others: names of parameters and buffers that are not trained, and that an export copies.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -137,24 +139,27 @@ class Structure(Tensors):
         model = skeleton(config)
         super().__init__(model)
         names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
-        language, head = model.get_decoder(), model.get_output_embeddings()
+        language, head = model.get_decoder(), output_of(model)
         self._class = type(model).__name__
         self._table = f"{names[id(language)]}.embed_tokens.weight"
         self._head = f"{names.get(id(head), 'lm_head')}.weight"
         self.tied = head is None or head.weight is language.get_input_embeddings().weight
         self._config = config
-        self.shapes = {name: tuple(value.shape) for name, value in without_language(model).named_parameters()}
+        media = without_language(model)
+        self.shapes = {name: tuple(value.shape) for name, value in media.named_parameters()}
+        self._buffers = saved_buffers(media)
 
     def of_kind(self, kind: str) -> "Structure":
         """Return it with the shapes of the media half for a kind of media alone."""
         part = copy.copy(self)
-        part.others = {name for name in self.shapes if is_of_others(self._config, name, kind)}
-        part.shapes = {name: shape for name, shape in self.shapes.items() if name not in part.others}
+        others = {name for name in self.shapes if is_of_others(self._config, name, kind)}
+        part.others = others | self._buffers
+        part.shapes = {name: shape for name, shape in self.shapes.items() if name not in others}
         return part
 
     def is_media(self, file: str) -> bool:
         """True if a tensor of the directory belongs to the media half."""
-        return self._renamed(file)[0] in self.shapes
+        return self._renamed(file)[0] in {*self.shapes, *self._buffers}
 
     def language_names(self, files: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """Return the prefixes (of the language model alone, in a directory with the names `files`) of its layers, its
@@ -163,11 +168,18 @@ class Structure(Tensors):
         if self._table not in stored:
             raise EncoderError(f"it has no tensor for {self._table} of {self._class}")
         table, head = stored[self._table], stored.get(self._head, "lm_head.weight")
-        first = f"{self._table.removesuffix('embed_tokens.weight')}layers.0."
+        base = self._table.removesuffix("embed_tokens.weight")
+        first = f"{base}layers.0."
         endings = ((file, name[len(first) :]) for name, file in stored.items() if name.startswith(first))
         prefix = table.removesuffix("embed_tokens.weight")
         layers = next((file.removesuffix(f"0.{end}") for file, end in endings if file.endswith(f".0.{end}")), None)
+        renamed = (
+            (f"model.{name.removeprefix(base)}", file)
+            for name, file in stored.items()
+            if name.startswith(base) and not file.endswith(name.rpartition(".layers.")[2].partition(".")[2])
+        )
         return (
+            *renamed,
             ("model.layers.", layers or f"{prefix}layers."),
             ("model.", prefix),
             ("lm_head.", head.removesuffix("weight")),

@@ -287,6 +287,8 @@ def _mrope_section(rope: Mapping[str, Any]) -> list[int]:
 def _parameters(model_config: str) -> Parameters:
     import torch
 
+    from encoders.transformers_media.directory import output_of
+
     config = transformers_config(json.loads(model_config))
     try:
         with torch.device("meta"):
@@ -296,7 +298,7 @@ def _parameters(model_config: str) -> Parameters:
             f"transformers cannot build it: {str(error).splitlines()[0] if str(error) else repr(error)}"
         ) from error
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, output = model.get_input_embeddings(), output_of(model)
     if embedding is None or output is None:
         raise Unsupported(f"{type(model).__name__} has no input embedding or no output layer. Choose another model")
     text = config.get_text_config(decoder=True)
@@ -314,7 +316,9 @@ def _parameters(model_config: str) -> Parameters:
             for name, module in model.named_modules()
             if type(module) is torch.nn.Linear and module is not output and not _NOT_ADAPTED.search(name)
         },
-        "deepstack_visual_embeds" in inspect.signature(model.get_decoder().forward).parameters,
+        not {"deepstack_visual_embeds", "deepstack_features"}.isdisjoint(
+            inspect.signature(model.get_decoder().forward).parameters
+        ),
         _active_experts(text),
     )
 

@@ -79,7 +79,12 @@ def _by_processor(module: ModuleConfig) -> dict[str, Any]:
     if not isinstance(module.encoder, MediaSpec):
         return {}
     processor = module.encoder.processor()
-    return {"text": processor.text, "read": processor.read, "identity": processor.identity}
+    return {
+        "text": processor.text,
+        "read": processor.read,
+        "identity": processor.identity,
+        "types": processor.types,
+    }
 
 
 def tokenizer_of(cfg: ConfigContainer) -> Any:

@@ -165,8 +165,11 @@ def bidirectional_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             f"{key}.layout.cp",
             f"is {module.layout.cp}, and a sequence with {what} cannot be cut. Set it to 1, or use tp with sp",
         )
-    if isinstance(module.llm, TransformersLlm):
+    if isinstance(module.llm, TransformersLlm) and cfg.bidirectional == "prefix":
         yield Fault(f"{key}.implementation", f"transformers is not supported with {what}. Set it to native")
+    elif isinstance(module.llm, TransformersLlm) and cfg.data.pack:
+        text = f"the class of transformers as it is mixes documents with {what}. Set it to false"
+        yield Fault("data.pack", f"is true, but {text}")
 
 
 def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:

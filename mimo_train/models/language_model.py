@@ -4,7 +4,7 @@ Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabu
 (whole if gathered), L layers that get their own features (DeepStack).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +22,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
+from mimo_train.models.attention_mask import mask_of_blocks
 from mimo_train.models.documents import Documents
 from mimo_train.models.rotary import AxisRotaryEmbedding, inverse_frequencies
 from mimo_train.parallel.context import own_part
@@ -44,6 +45,10 @@ class LanguageModel(Protocol):
     """True for padding in the next pass, which losses of routers do not count; see `leave_out`."""
     trained_logits: int
     """Number of positions that got logits so far in trained passes, counted on tensor-parallel rank 0."""
+
+    def mask_of(self, blocks_BS: torch.Tensor, documents: Sequence[int] | None) -> torch.Tensor:
+        """Return the `attention_mask` of tokens that see each other, see `mask_of_blocks`."""
+        ...
 
 
 class SeededGPTModel(GPTModel):
@@ -111,6 +116,10 @@ class SeededGPTModel(GPTModel):
             # An argument of the layers: they run again in the backward pass, after other microbatches.
             kwargs["extra_block_kwargs"] = {"context": added}
         return super().forward(input_ids, *args, **kwargs)
+
+    def mask_of(self, blocks_BS: torch.Tensor, documents: Sequence[int] | None) -> torch.Tensor:
+        """Return the attention mask of tokens that see each other, see `mask_of_blocks`."""
+        return mask_of_blocks(blocks_BS, documents, self.config)
 
     def _own_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the tokens that are in this rank's layers."""

@@ -13,7 +13,6 @@ from megatron.core.utils import unwrap_model
 from encoders.base import EncoderSpec
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.models.attention_mask import mask_of_blocks
 from mimo_train.models.documents import documents_of
 from mimo_train.parallel.bridge.exchange import SharedBridge
 from mimo_train.parallel.bridge.shapes import StepShapes
@@ -90,9 +89,10 @@ class PlacedMimoModel(MimoModel):
                 received[name] = sum_gradients(rows, self._cp_group)
         if self.role.is_first_stage(LANGUAGE) and unwrap_model(self.language_model).config.deepstack:
             received = self._without_deepstack(received, input_ids)
-        config = unwrap_model(self.language_model).config
+        language = unwrap_model(self.language_model)
+        config = language.config
         if blocks is not None:
-            attention_mask = mask_of_blocks(blocks, documents, config)
+            attention_mask = language.mask_of(blocks, documents)
         elif config.bidirectional:
             has_items = any(len(rows) for name, rows in received.items() if name != LANGUAGE)
             if has_items or config.bidirectional == "prefix":
@@ -140,7 +140,9 @@ class PlacedMimoModel(MimoModel):
             text = f"number of {name} features ({len(rows)}) does not match the number of placeholder tokens"
             torch._assert_async(mask.sum() == len(rows), text)
             place = torch.nonzero_static(mask, size=len(rows)).squeeze(1)
-            joined = joined.index_copy(0, place % sequence * batch + place // sequence, rows)
+            places = place % sequence * batch + place // sequence
+            is_added = name in unwrap_model(self.language_model).config.added
+            joined = joined.index_add(0, places, rows) if is_added else joined.index_copy(0, places, rows)
         return joined.view(sequence, batch, hidden)
 
     def _without_deepstack(

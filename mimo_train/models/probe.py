@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from encoders.transformers_media.directory import output_of
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 
@@ -124,7 +125,9 @@ def only_at(model: Any, learned_N: torch.Tensor | None, positions: int) -> Itera
         rows_MH = states_BSH.flatten(0, -2)
         return (rows_MH.index_select(0, learned_N)[None] if len(rows_MH) == positions else states_BSH,)
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(chosen)
+    head = output_of(model)
+    assert head is not None, "`parameters_of` requires it"
+    hook = head.register_forward_pre_hook(chosen)
     try:
         yield
     finally:

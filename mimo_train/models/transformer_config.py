@@ -87,7 +87,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
     )
     config.norm_bias, config.parallel_block = llm.norm_bias, llm.parallel_block
     config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
-    config.deepstack, config.bidirectional = _deepstack(cfg), cfg.bidirectional
+    config.deepstack, config.bidirectional, config.added = _deepstack(cfg), cfg.bidirectional, _added(cfg)
     return config
 
 
@@ -104,8 +104,14 @@ def _of_class(cfg: ConfigContainer, layout: RunLayout, llm: TransformersSizes) -
         variable_seq_lengths=bool(cfg.encoders),
         moe_token_dispatcher_type="alltoall",
     )
-    config.llm, config.packed, config.deepstack, config.bidirectional = llm, cfg.data.pack, _deepstack(cfg), ""
+    config.llm, config.packed, config.added = llm, cfg.data.pack, _added(cfg)
+    config.deepstack, config.bidirectional = _deepstack(cfg), cfg.bidirectional
     return config
+
+
+def _added(cfg: ConfigContainer) -> set[str]:
+    """Return the encoders whose features are added to embeddings."""
+    return {name for name, module in cfg.encoders.items() if module.encoder.adds}
 
 
 def _deepstack(cfg: ConfigContainer) -> int:

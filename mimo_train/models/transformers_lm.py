@@ -3,8 +3,9 @@
 Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabulary.
 """
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,7 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from transformers.initialization import no_init_weights
 
 from data.text_format import listed
-from encoders.transformers_media.directory import keep_float32
+from encoders.transformers_media.directory import deepstack_targets, keep_float32, per_layer_inputs
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.transformers_llm import TransformersSizes, alone, class_of, transformers_config
@@ -37,6 +38,8 @@ LISTED = 3
 """Maximum number of names in a message."""
 CACHES = ("past_key_values", "cache_params", "state")
 """Names of caches in the inputs and outputs of classes."""
+TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names of an input that is 1 for tokens of images."""
 
 
 @dataclass
@@ -93,6 +96,7 @@ class TransformersLanguageModel(MegatronModule):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.embedding = _Embedding(self.model.get_input_embeddings())
         self._probe = Probe(self.model, config.llm.vocab_size, config.params_dtype, max_sequence_length)
+        self._inputs = inspect.signature(self.model.forward).parameters
 
     def forward(
         self,
@@ -109,8 +113,9 @@ class TransformersLanguageModel(MegatronModule):
 
         Args:
             position_ids: [B, S]; they restart in each document of a packed row, B 1.
-            attention_mask: unused, the model is causal.
-            decoder_input: embeddings [S, B, H] with the features of media, instead of `input_ids`.
+            attention_mask: what `mask_of` returns; None: causal attention.
+            decoder_input: embeddings [S, B, H] with the features of media, instead of `input_ids`, which `embedding`
+                had just before.
             packed_seq_params: not None for a packed row.
             inference_context: cache of the tokens before, which `position_ids` may include.
 
@@ -128,6 +133,10 @@ class TransformersLanguageModel(MegatronModule):
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if decoder_input is not None:
             inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}
+            inputs |= per_layer_inputs(self.model, self.embedding.input_ids)
+        if self.config.bidirectional and not (inference_context and inference_context.states):
+            types_BS = position_ids.new_zeros(batch, length) if attention_mask is None else attention_mask
+            inputs[next(name for name in TYPES if name in self._inputs)] = types_BS
         if inference_context is not None:
             with self._added():
                 return self._next_logits(inputs, position_ids, inference_context)
@@ -150,6 +159,10 @@ class TransformersLanguageModel(MegatronModule):
             # It counts for each token with a loss, and is no part of the reported one.
             losses_N = losses_N + self._balance_weight() * (balance - balance.detach())
         return losses_N.view(batch, length) if learned is None else spread(losses_N, learned, (batch, length))
+
+    def mask_of(self, blocks_BS: torch.Tensor, documents: Sequence[int] | None) -> torch.Tensor:
+        """Return 1 for tokens of images, else 0, [B, S]: the class masks them itself."""
+        return (blocks_BS >= 0).long()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Do nothing: the model has one pipeline stage."""
@@ -242,7 +255,8 @@ class TransformersLanguageModel(MegatronModule):
     def _resize(self, model: Any) -> None:
         sizes: TransformersSizes = self.config.llm
         if sizes.vocab_size != sizes.stored_vocab_size:
-            model.resize_token_embeddings(sizes.vocab_size, mean_resizing=False)
+            owner = model if model.get_output_embeddings() is not None else model.get_decoder()
+            owner.resize_token_embeddings(sizes.vocab_size, mean_resizing=False)
 
     def _options(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         # transformers reads the documents of a packed row from positions that restart (masking_utils.py).
@@ -275,6 +289,9 @@ class TransformersLanguageModel(MegatronModule):
         def with_features(_module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple:
             all_tokens = added_LBSH.new_ones(added_LBSH.shape[1:3], dtype=torch.bool)
             features = list(added_LBSH.flatten(1, 2))
+            if targets := deepstack_targets(self.model.config):
+                by_layer = dict(zip(targets, features, strict=True))
+                return arguments, options | {"vision_mask": all_tokens[..., None], "deepstack_features": by_layer}
             return arguments, options | {"visual_pos_masks": all_tokens, "deepstack_visual_embeds": features}
 
         hook = self.model.get_decoder().register_forward_pre_hook(with_features, with_kwargs=True)
@@ -288,10 +305,11 @@ class _Embedding:
     """The input embedding as `MimoModel` calls it. No module, so that its weight has one name."""
 
     def __init__(self, table: torch.nn.Embedding):
-        self.word_embeddings = table
+        self.word_embeddings, self.input_ids = table, torch.empty(0)
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Return embeddings [S, B, H] of `input_ids` [B, S]."""
+        """Return embeddings [S, B, H] of `input_ids` [B, S], and keep these for the next pass."""
+        self.input_ids = input_ids
         return self.word_embeddings(input_ids).transpose(0, 1)
 
 

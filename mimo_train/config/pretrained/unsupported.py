@@ -19,8 +19,6 @@ MEDIA = _by_type(
         "generates blocks by diffusion": "diffusion_gemma",
         "has a processor without a token for images": "pp_chart2table",
         "has positions on several axes that are not those of Qwen-VL": "minicpmv4_7",
-        "saves tensors of its language model by other names than that alone": "cosmos3_omni",
-        "has a language model without get_input_embeddings": "nemotron_h_omni",
         "predicts actions": "pi0",
         "gives scores of two answers instead of logits": "shieldgemma2",
         "reads proteins": "evolla",

@@ -166,7 +166,8 @@ class Prompts:
             places = {self._places[name]: [each.place for each in own] for name, own in inputs.items()}
             positions = torch.from_numpy(axis_positions(np.array(ids, dtype=np.int64), places))
         kinds = {self._places[item.module]: item.bidirectional for item in self._modules if item.bidirectional}
-        numbers = np.zeros_like(ids) if "prefix" in kinds.values() else blocks_of(np.array(ids), [*kinds])
+        types = [token for item in self._modules if item.bidirectional for token in item.types]
+        numbers = np.zeros_like(ids) if "prefix" in kinds.values() else blocks_of(np.array(ids), [*kinds, *types])
         blocks = torch.from_numpy(numbers) if (numbers >= 0).any() else None
         return Prompt(ids, arguments, rows, positions, blocks)
 

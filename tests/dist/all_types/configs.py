@@ -131,6 +131,8 @@ FIXES: dict[str, dict[str, Any]] = {
     "fast_vlm": {"image_seq_length": 16, "vision_config.hidden_size": 3072},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     "gemma3": {"mm_tokens_per_image": 16},
+    "gemma4_unified": {"text_config.use_bidirectional_attention": "vision"},
+    "gemma4": {"vision_config.use_clipped_linears": True, "text_config.use_bidirectional_attention": "vision"},
     "gemma3n": {"text_config.num_kv_shared_layers": 0, "vision_config.hidden_size": 2048},
     "glm46v": _GLM, "glm4v": _GLM, "glm_ocr": _GLM, "glmga": _GLM,
     "glm4v_moe": _mrope(1, 1, 2, partial_rotary_factor=0.5),
@@ -140,7 +142,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2",
         "vision_config.patch_size": 14, "vision_config.image_size": 336,
-        "image_grid_pinpoints": [[336, 336], [336, 672], [672, 336], [672, 672]],
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
     },
     "granite_docling": _TILE, "idefics3": _TILE, "smolvlm": _TILE,
     "hunyuan_vl": {"text_config.head_dim": 16, **_mrope(2, 2, 2, 2)},

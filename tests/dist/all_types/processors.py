@@ -191,6 +191,8 @@ def set_template(processor: Any, kind: str, media: list[str]) -> None:
     for medium in media:
         usual = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
         template = template.replace(usual[medium], mark_of(processor, kind, medium))
+    if kind == "molmo2":  # whose processor puts it in front of every text
+        template = "{{ bos_token }}" + template
     processor.chat_template = processor.tokenizer.chat_template = template
 
 

@@ -227,9 +227,11 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
     with pytest.raises(ConfigError, match="^modules.images.encoder.dropout: is 0.2: set it to 0 as in config.json"):
         resolve(composed(folder, tmp_path, "data.sequence_length=300", "modules.images.encoder.dropout=0.2"))
     gemma, language = published("gemma3")[0], "modules.language"
-    for key, reason in (("layout.cp=2", "a sequence with tokens"), ("implementation=transformers", "is not supported")):
-        with pytest.raises(ConfigError, match=rf"^{language}.{key.partition('=')[0]}: .*{reason}.* see each other"):
-            resolve(composed(gemma, tmp_path, "data.sequence_length=300", f"{language}.{key}"))
+    with pytest.raises(ConfigError, match=rf"^{language}.layout.cp: .*a sequence with tokens.* see each other"):
+        resolve(composed(gemma, tmp_path, "data.sequence_length=300", f"{language}.layout.cp=2"))
+    packed = (f"{language}.implementation=transformers", "data.pack=true")
+    with pytest.raises(ConfigError, match=r"^data.pack: is true, but .* mixes documents with tokens of an image"):
+        resolve(composed(gemma, tmp_path, "data.sequence_length=300", *packed))
     both_ways = shutil.copytree(gemma, tmp_path / "both ways")
     config = json.loads((both_ways / "model" / "config.json").read_text())
     config["text_config"]["use_bidirectional_attention"] = True

@@ -79,6 +79,12 @@ class OfTransformers(Composite):
                 f"a {config.model_type} {others[0]}, which is not supported. Only its language model can be read, as "
                 f"modules.{LANGUAGE}.pretrained"
             )
+        begin = self._processor(kind).begin()
+        if begin and not self._processor(kind).chat_begins_with(begin):
+            raise EncoderError(
+                f"its processor writes {begin!r} in front of every text, and its chat template does not: put "
+                "{{ bos_token }} at the front of the template"
+            )
         structure = structure_of(self.folder)
         return {
             **({"max_seconds": longest(self._processor(kind))} if kind == "audio" else {}),
@@ -91,7 +97,8 @@ class OfTransformers(Composite):
             "dropout": directory.dropout_of(config),
             "axes": axes,
             "class_positions": class_positions,
-            "bidirectional": directory.bidirectional_of(config),
+            "bidirectional": directory.bidirectional_of(config) if kind == "image" else "",
+            "adds": directory.adds_features(config),
             "deepstack": directory.deepstack_of(config) if kind == "image" else [],
         }
 
