@@ -18,6 +18,8 @@ FEW = {
     "idefics2": "images that are padded",
     "lfm2_vl": "a processor with an option of its own, a language model as it is",
     "llama4": "a projector outside of the tower",
+    "molmo2": "tokens that see each other, a language model as it is, features that are added to embeddings",
+    "nemotron_h_omni": "an output layer inside the language model, buffers that files have",
 }
 """Types that always run, and what is special."""
 PACKAGES = {
