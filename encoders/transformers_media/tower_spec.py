@@ -78,11 +78,11 @@ class TowerImages(ImageItems, AutoTowerSpec):
     name: str = "tower_images"
     family: str = "tower_images"
     image_size: int = key(0, at_least=0, at_most=MOST_PIXELS)
-    """Side in pixels of a square; 0: as the image processor resizes."""
+    """Side in pixels of the square that images are resized to; 0: as the image processor does."""
     prefix_tokens: int = key(-1, at_least=-1, at_most=2**16)
-    """Tokens before the patches; -1: unknown."""
+    """Tokens before the patches (class token, registers); -1: unknown."""
     keep_prefix: bool = False
-    """Keep these tokens as features. Needs `projector.merge` 1."""
+    """Keep the tokens before the patches as features. Needs `projector.merge` 1."""
 
     @property
     def dropped_tokens(self) -> int:

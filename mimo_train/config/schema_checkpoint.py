@@ -15,13 +15,13 @@ class LoadConfig(Section):
     """Weights that a module of a new run starts from, from a checkpoint of any run and layout."""
 
     path: str = ""
-    """Path or URL of a checkpoint or a run."""
+    """Path or URL of a checkpoint, or of a run (its newest checkpoint)."""
     module: str = ""
     """Name of the module there, if it is another."""
     only: list[str] = field(default_factory=list)
     """Parameters to load, as in `freeze`; empty: all."""
     strict: bool = True
-    """Missing or unexpected parameters are errors. `false`: list them."""
+    """Missing or unexpected parameters are errors. `false`: list them, and keep initial values."""
 
     def faults(self, prefix: str, name: str, modules: list[str]) -> Iterator[Fault]:
         """Yield faults of the values; `name`: of the module to load; `modules`: names of the run's modules."""

@@ -58,15 +58,15 @@ class DataConfig(Section):
     exhausted: str = key("repeat", choices=("repeat", "stop"))
     """When a source has given all samples: `repeat` (in another order) or `stop` the run."""
     validation_shards: str = ""
-    """Held-out shards, in the same forms."""
+    """Held-out shards, in the forms of `shards`."""
     validation: dict[str, ValidationConfig] = field(default_factory=dict)
     """Further held-out sets by name: `{charts: {shards: shards/charts}}`. See docs/data.md#held-out-sets."""
     test_shards: str = ""
-    """Shards that are evaluated once, after the last step."""
+    """Shards that are evaluated once, after the last step, as `test/loss`."""
     validation_fraction: float = key(0.0, at_least=0, below=1)
     """Share of the training samples to hold out. See docs/data.md#held-out-sets."""
     split: str = ""
-    """Shares of `.bin` and `.idx` files, as `--split` of Megatron-LM: `969,30,1`."""
+    """Shares of `.bin` and `.idx` files for training, evaluation and test: `969,30,1`, as in Megatron-LM."""
     demo: str = key("", choices=("", "digits", "mixed", "text"))
     """Make demo shards on first use: `digits`, `mixed` (images, audio and text) or `text`. Set it empty for your own
     shards."""
@@ -95,7 +95,8 @@ class DataConfig(Section):
     null_captions: str = key("bad", choices=("bad", "skip"))
     """A sample with a null caption is `bad`, or has no loss (`skip`)."""
     background: str = key("white", filled="white, black, grey, none or #RRGGBB")
-    """Colour behind transparent images: `white`, `black`, `grey`, `#RRGGBB`, or `none` (drop transparency)."""
+    """Colour behind transparent images: `white`, `black`, `grey`, `#RRGGBB`, or `none` (drop transparency). See
+    docs/data.md#transparency."""
     video: VideoConfig = field(default_factory=VideoConfig)
     """How many images a video becomes. See docs/data.md#videos."""
     shuffle: bool = True
@@ -103,9 +104,9 @@ class DataConfig(Section):
     shuffle_block: int = key(1, at_least=1, at_most=2**20)
     """Neighbouring samples that stay together when shuffled. See docs/data.md#order."""
     blind: bool = False
-    """Replace images and audio by zeros."""
+    """Ablation: replace images and audio by zeros."""
     max_bad_samples: int | float = key(0, at_least=0)
-    """Bad samples until the run stops: a number, or a fraction below 1. See docs/data.md#bad-samples."""
+    """Bad samples that a run accepts: a number, or a fraction below 1. See docs/data.md#bad-samples."""
     read_retries: int = key(5, at_least=0, at_most=1000)
     """Retries of a read after an I/O error; then the run ends. See docs/data.md#bad-samples."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)

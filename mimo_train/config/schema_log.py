@@ -33,7 +33,7 @@ class LogConfig(Section):
     """Further metrics: `params_norm`, `grad_norms`, `num_zeros_in_grad`, `memory`, `router_losses_per_layer`,
     `straggler`. See docs/metrics.md."""
     peak_tflops: float = key(0.0, at_least=0)
-    """Dense peak of a device in TFLOP/s; 0: as known. See docs/metrics.md#flops."""
+    """Dense peak of a device in TFLOP/s; 0: from our table, if listed. See docs/metrics.md#flops."""
     throughput_window: int = key(0, at_least=0, at_most=1_000_000)
     """Steps of a rolling mean of throughput."""
     runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))

@@ -60,9 +60,9 @@ class ModuleOptimConfig(Section):
     weight_decay: float | None = key(None, at_least=0, at_most=MOST_DECAY)
     """As `optim.weight_decay`."""
     clip_grad: float | None = key(None, at_least=0)
-    """Largest gradient norm of this module alone, which is clipped by itself then; 0: no clipping."""
+    """Largest gradient norm of this module, clipped apart from the others; 0: no clipping."""
     projector_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
-    """Peak learning rate of the projector, if it is another than the encoder's."""
+    """Peak learning rate of the projector, if it differs from the encoder's."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """Yield invalid values of module `name`, alone and with those of `optim`, which apply if this module sets
@@ -145,7 +145,7 @@ class PlaceholderConfig(Section):
     tokenizer's chat template, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
 
     pad: str = ""
-    """Special token, once for each token of an item, such as `<|image_pad|>`."""
+    """Special token for each token of an item, such as `<|image_pad|>`. Added to the vocabulary if missing."""
     start: str = ""
     """Text before the pads, such as `<|vision_start|>`."""
     end: str = ""
@@ -169,12 +169,12 @@ class ModuleConfig(Section):
     docs/pretrained.md."""
     implementation: str = key("", choices=("", "native", "transformers"), zero_means="native if possible")
     """`native` (Megatron-Core's layers) or `transformers` (its class, data parallel only). Empty: `native` for
-    supported families. See docs/pretrained.md#as-it-is."""
+    supported families, else `transformers`. See docs/pretrained.md#as-it-is."""
     freeze: list[str] = field(default_factory=list)
     """Frozen parts: `encoder`, `projector`, `llm`, or shell patterns of parameter names such as `"*embedding*"`. See
     docs/frozen.md."""
     freeze_until: dict[str, int] = key(factory=dict, at_least=0)
-    """First steps in which a part is frozen: `{encoder: 1000}`. See docs/configuration.md#stages."""
+    """Number of first steps in which a part is frozen: `{encoder: 1000}`. See docs/configuration.md#stages."""
     placeholder: PlaceholderConfig = field(default_factory=PlaceholderConfig)
     """Tokens in the text that this encoder's features replace. See docs/data.md#placeholders."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -182,7 +182,7 @@ class ModuleConfig(Section):
     feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
     """Disk cache for the features of a frozen encoder. See docs/frozen.md#feature-cache."""
     prefetch_microbatches: int = key(0, at_least=0, at_most=1_000_000)
-    """Microbatches that a frozen encoder computes ahead. See docs/frozen.md#prefetching."""
+    """Microbatches that a frozen encoder on ranks of its own computes ahead. See docs/frozen.md#prefetching."""
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
     """Values that differ from `optim`. See docs/configuration.md#per-module-optimizer."""
     fp8: str = key("", choices=("", *FP8))

@@ -39,7 +39,7 @@ class TrainConfig(Section):
     iters: int = key(1000, at_least=0)
     """Optimizer steps; 0: as many as `epochs` takes."""
     epochs: float = key(0.0, at_least=0, at_most=1e6, zero_means="iters counts")
-    """Epochs to train, instead of `iters`."""
+    """Epochs to train, instead of `iters`. An epoch of a mixture is the sum of its sources."""
     global_batch_size: int = key(32, at_least=1, at_most=2**24)
     """Samples of an optimizer step."""
     micro_batch_size: int = key(8, at_least=1, at_most=2**24)
@@ -68,7 +68,7 @@ class TrainConfig(Section):
     log_interval: int = key(1, at_least=1)
     """Steps between log lines."""
     rampup_batch_size: list[int] = key(factory=list, at_least=0, at_most=2**53)
-    """`[first size, increment, samples]`: grow the global batch in equal steps over so many samples."""
+    """`[first size, increment, samples]`: grow the global batch in equal steps over that many samples."""
     skip_iters: list[int] = key(factory=list, at_least=1)
     """Steps, counted from 1, to skip with their samples."""
     loss_weights: dict[str, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class TrainConfig(Section):
     manual_gc_interval: int = key(0, at_least=0)
     """Steps between garbage collections on all ranks at once; 0: leave it to Python."""
     max_empty_steps: int = key(0, at_least=0)
-    """Steps without loss until the run stops. See docs/data.md#steps-without-loss."""
+    """Steps without loss that a run accepts. See docs/data.md#steps-without-loss."""
     callbacks: list[str] = field(default_factory=list)
     """Callback classes `package.module:Class`. See docs/callbacks.md."""
     forward_step: str = ""
@@ -133,19 +133,19 @@ class OptimConfig(Section):
     eps: float = key(1e-8, above=0, at_most=1000)
     """Added to the denominator of the update."""
     clip_grad: float = key(1.0, at_least=0)
-    """Largest gradient norm, over all modules without their own; 0: no clipping."""
+    """Largest gradient norm over all modules without `clip_grad` of their own; 0: no clipping."""
     loss_scale: float = key(0.0, at_least=0, at_most=MOST_SCALE, zero_means="dynamic")
-    """Fixed loss scale of fp16; 0: dynamic. See docs/configuration.md#fp16."""
+    """Fixed loss scale of fp16, a power of 2; 0: dynamic. See docs/configuration.md#fp16."""
     initial_loss_scale: float = key(65536.0, at_least=1, at_most=MOST_SCALE)
     """First dynamic loss scale."""
     loss_scale_window: int = key(1000, at_least=1)
     """Steps without overflow before the dynamic loss scale doubles."""
     distributed_optimizer: bool = True
-    """Shard master weights and moments over data-parallel replicas."""
+    """Shard master weights and moments over data-parallel replicas. Checkpoints fit both."""
     overlap_grad_reduce: bool = False
     """Reduce the language model's gradients during its backward pass. See docs/configuration.md#overlap."""
     overlap_param_gather: bool = False
-    """Gather its updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
+    """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
 
     def faults(self, precision: str) -> Iterator[Fault]:
         """Yield invalid values, alone and together; `precision`: `train.precision`."""

@@ -48,7 +48,7 @@ class TransformersLlm(Section):
     name: str = "transformers"
     """Free name, shown in tables."""
     vocab_size: int = key(0, at_least=0, at_most=2**28, zero_means="as in `model_config`")
-    """Rows of the embedding; 0: as in `model_config`."""
+    """Rows of the embedding; 0: as in `model_config`. Further rows are initialised."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """Contents of config.json."""
 

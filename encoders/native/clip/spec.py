@@ -58,7 +58,7 @@ class Siglip2Spec(TowerSpec):
     image_size: int = key(256, at_least=1, at_most=MOST_PIXELS)
     """Side in pixels of the grid of learned positions."""
     max_patches: int = key(256, at_least=1, at_most=2**24)
-    """Images are resized to nearly this many patches."""
+    """Most patches of an image. Images are resized to nearly this many."""
     interpolation: str = "bilinear"
     activation: str = "gelu_tanh"
 

@@ -22,7 +22,7 @@ class Dinov2Spec(TowerSpec):
     patch_size: int = key(14, at_least=1, at_most=MOST_PIXELS)
     """Side of a patch in pixels. Must divide `image_size` and `position_size`."""
     register_tokens: int = key(0, at_least=0, at_most=4096)
-    """Learned tokens after the class token, no features."""
+    """Learned tokens after the class token. They give no features."""
     keep_class_token: bool = False
     """Keep the class token in the sequence, before the patches."""
     layer_scale: float = key(1.0, above=0)
@@ -51,7 +51,7 @@ class Dinov3Spec(TowerSpec):
     interpolation: str = "bilinear"
     layernorm_epsilon: float = key(1e-5, above=0, below=1)
     register_tokens: int = key(4, at_least=0, at_most=4096)
-    """Learned tokens after the class token, no features."""
+    """Learned tokens after the class token. They give no features."""
     rotary_base: float = key(100.0, above=0)
     """Base of the rotary frequencies."""
     keep_class_token: bool = False

@@ -144,9 +144,9 @@ class Qwen3VitSpec(_QwenSpec):
     deepstack: list[int] = key(factory=lambda: [8, 16, 24], at_least=0)
     """Layers, counted from 0, whose states go to the first layers of the language model."""
     deepstack_width: int = key(4096, at_least=1, at_most=MOST_WIDTH)
-    """Their width: the language model's `hidden_size`."""
+    """Width of the features of `deepstack`: the language model's `hidden_size`."""
     merge_size: int = key(2, at_least=1, at_most=64)
-    """Side of the squares of patches that they join, as `projector.merge`."""
+    """Side of the squares of patches that become one feature. Must equal `projector.merge`."""
 
     position_resize = "bilinear"
     position_corners = True

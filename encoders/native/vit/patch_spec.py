@@ -18,8 +18,8 @@ class PatchSpec(FixedKeys, LayeredSpec):
     family: str = "vit"
     """Family of encoders, whose code builds it."""
     resize: str = "fixed"
-    """`fixed`: to `image_size` x `image_size`. `crop`: the shorter side to `shortest_edge`, then cut out the middle.
-    `native`: keep the aspect ratio; sides become multiples of `patch_size * merge`."""
+    """Resizing. `fixed`: to `image_size` x `image_size`. `crop`: the shorter side to `shortest_edge`, then cut out the
+    middle. `native`: keep the aspect ratio; sides become multiples of `patch_size * merge`."""
     image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
     """Side in pixels of the grid of learned positions; with `fixed` or `crop`, of every image."""
     shortest_edge: int = key(0, at_least=0, at_most=MOST_PIXELS)

@@ -16,12 +16,12 @@ class TowerSpec(PatchSpec):
     """Base of the specs of published encoders, of which one layer's output is read."""
 
     feature_layer: int = key(-1, at_least=-MOST_LAYERS, at_most=-1)
-    """Layer whose output is read, counted from the last (-1). Layers after it are not built."""
+    """Layer whose output is read: -1 is the last, -2 the one before. Layers after it are not built."""
     final_norm: bool = True
     """Apply the norm after the last layer to the features."""
     grid_pinpoints: list[list[int]] = key(factory=list, at_least=1, at_most=MOST_PIXELS)
     """With `resize: tiles`, which reads an image as `fixed` does and again cut into tiles: (height, width) in pixels of
-    the canvases to choose from, multiples of `image_size`."""
+    the canvases to choose from, multiples of `image_size`. Needs `projector.newline`."""
     max_tiles: int = key(0, at_least=0, at_most=10_000, zero_means="none are")
     """With `tiles`: average the features of clearly more tiles down to about this many; 0: never."""
     cut_several: bool = True

@@ -49,7 +49,7 @@ class LayerKeys(Section):
     residual_multiplier: float = key(1.0, above=0)
     """Multiply the outputs of attention and feed-forward block."""
     bias: bool = False
-    """Linear layers have biases."""
+    """Linear layers have biases, those of experts and routers too."""
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of hidden states and attention."""
     init_std: float = key(0.02, at_least=0, at_most=1000)

@@ -34,15 +34,15 @@ class RopeScaling(Section):
     original_positions: int = key(0, at_least=0)
     """Positions of the original training; required by `llama3` and `yarn`."""
     low_frequency_factor: float = key(1.0, above=0)
-    """`llama3`: waves longer than `original_positions` by this are stretched by `factor`."""
+    """`llama3`: waves longer than `original_positions` / this are stretched by `factor`."""
     high_frequency_factor: float = key(4.0, above=0)
-    """`llama3`: waves shorter than `original_positions` by this are kept."""
+    """`llama3`: waves shorter than `original_positions` / this are kept."""
     beta_fast: float = key(32.0, above=0)
     """`yarn`: waves with more turns in `original_positions` are kept."""
     beta_slow: float = key(1.0, above=0)
     """`yarn`: waves with fewer turns are stretched by `factor`."""
     attention_factor: float = key(0.0, at_least=0, zero_means="from factor, mscale and mscale_all_dim")
-    """`yarn`: factor of rotated queries and keys; 0: computed."""
+    """`yarn`: factor of rotated queries and keys; 0: from `factor`, `mscale` and `mscale_all_dim`."""
     mscale: float = key(0.0, at_least=0)
     """`yarn`: gives the attention factor with `mscale_all_dim`."""
     mscale_all_dim: float = key(0.0, at_least=0)
@@ -90,7 +90,7 @@ class RotaryKeys(LayerKeys):
     position: str = key("rope", choices=("rope", "learned"))
     """`rope` (rotary) or `learned` (absolute). `learned` ties a checkpoint to its `data.sequence_length`."""
     max_positions: int = key(0, at_least=0, zero_means="not known")
-    """Longest sequence of the model; 0: unknown."""
+    """Longest sequence of the model; 0: unknown. A bound only with `rope_scaling.kind: dynamic`."""
     rope_base: float = key(10000.0, at_least=1)
     """Base period of rotary positions."""
     partial_rotary_factor: float = key(1.0, above=0, at_most=1)
@@ -102,11 +102,11 @@ class RotaryKeys(LayerKeys):
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
     mrope_section: list[int] = key(factory=list, at_least=0)
-    """Frequencies that turn by time, row and column (M-RoPE, arXiv 2409.12191). Empty: by the place in the sequence."""
+    """Frequencies that turn by time, row and column (M-RoPE, arXiv 2409.12191). Empty: all turn by position."""
     mrope_interleaved: bool = False
     """With `mrope_section`: axes alternate by frequency, as in Qwen3-VL."""
     local_rope_base: float = key(0.0, at_least=0, zero_means="as in the other layers")
-    """Base period in layers with a `window`; 0: as elsewhere."""
+    """Base period in layers with a `window`, without scaling; 0: as in the other layers."""
 
     def rotary_faults(self, prefix: str, width: int) -> Iterator[Fault]:
         """Yield invalid combinations of keys; `prefix`: key of the spec; `width`: channels of a head that are

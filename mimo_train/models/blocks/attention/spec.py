@@ -33,13 +33,13 @@ class AttentionKeys(RotaryKeys):
     qk_norm: bool = False
     """Normalise queries and keys per head."""
     qk_norm_over_heads: bool = False
-    """With `qk_norm`: normalise all heads together."""
+    """With `qk_norm`: normalise all heads together. `RMSNorm` only."""
     attention_output_gate: bool = False
     """Multiply the output of each head by the sigmoid of a projected gate."""
     attention_scale_size: float = key(0.0, at_least=0, zero_means="head_size")
     """Scores are divided by the square root of this; 0: of the head width."""
     attention_softcap: float = key(0.0, at_least=0, zero_means="no cap")
-    """Scores become cap * tanh(score / cap); 0: no cap."""
+    """Scores become cap * tanh(score / cap); 0: no cap. Stores all scores of a sequence."""
     attention_sinks: bool = False
     """A learned score of each head takes a share of its softmax."""
 

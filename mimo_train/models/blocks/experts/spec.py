@@ -22,15 +22,15 @@ class ExpertKeys(MlpKeys):
     experts_per_token: int = key(2, at_least=0, at_most=2**16)
     """Experts per token."""
     router_score_function: str = key("softmax", choices=("softmax", "sigmoid"))
-    """`softmax`, or `sigmoid` (DeepSeek-V3, arXiv 2412.19437)."""
+    """`softmax`, or `sigmoid`, whose chosen scores are divided by their sum (DeepSeek-V3, arXiv 2412.19437)."""
     router_renormalise: bool = True
-    """Softmax over the chosen experts. `false`: over all."""
+    """Softmax over the chosen experts. `false`, or one expert per token: over all."""
     router_bias: bool = False
-    """Biases choose experts but do not weight them. `sigmoid` only."""
+    """Add biases to scores to choose experts, not to weight them; they are not trained. `sigmoid` only."""
     router_groups: int = key(0, at_least=0, at_most=2**16)
     """Groups of experts, of which a token uses `router_groups_per_token`."""
     router_groups_per_token: int = key(0, at_least=0, at_most=2**16)
-    """Groups per token, half of `experts_per_token`."""
+    """Groups per token, by the sums of their two best scores. Half of `experts_per_token`."""
     router_scaling_factor: float = key(1.0, above=0)
     """Multiplies the weights of the chosen experts."""
     dense_layers: list[int] = key(factory=list, at_least=0)
@@ -45,9 +45,9 @@ class ExpertKeys(MlpKeys):
     """Load balancing over a sequence (`seq_aux_loss`), a rank's microbatch (`aux_loss`), all data-parallel ranks
     (`global_aux_loss`), or `none`."""
     router_aux_loss: float = key(0.01, at_least=0)
-    """Weight of the load-balancing loss."""
+    """Weight of the load-balancing loss, relative to the mean loss of a token."""
     router_z_loss: float = key(0.0, at_least=0)
-    """Weight of the z-loss (ST-MoE, arXiv 2202.08906)."""
+    """Weight of the z-loss (ST-MoE, arXiv 2202.08906), relative to the mean loss of a token."""
 
     @property
     def expert_width(self) -> int:

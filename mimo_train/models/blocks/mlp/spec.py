@@ -21,9 +21,9 @@ class MlpKeys(LayerKeys):
     ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block; with a gate, of each half."""
     activation: str = key("swiglu", choices=(*GATED, "gelu", "silu"))
-    """`swiglu`, `geglu` and `quick_geglu` are gated, `gelu` and `silu` are not."""
+    """Gated: `swiglu`, `geglu` (tanh form of GELU), `quick_geglu` (x sigmoid(1.702 x)). Not gated: `gelu`, `silu`."""
     activation_clamp: float = key(0.0, at_least=0, zero_means="no bounds")
-    """Gated: bound of both inputs of the product; 0: none."""
+    """Gated: largest input of the gate, and largest magnitude of what it multiplies; 0: no bounds."""
     glu_offset: float = key(0.0, at_least=-1e6, at_most=1e6)
     """Gated: added to what the gate multiplies."""
 
