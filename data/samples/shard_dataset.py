@@ -259,7 +259,7 @@ class ShardDataset(Samples):
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, meta.number)
             if self.keep_text:
                 sample = replace(sample, questions=())
-            return self._positioned(sample, meta), None if skipped else self._bad(meta, reason)
+            return self._positioned(sample, meta, is_stand_in=True), None if skipped else self._bad(meta, reason)
 
     def _reason(self, meta: SampleMeta, error: Exception) -> str:
         """Return why a sample is bad. Re-raises errors of its shard, storage, machine or program with its place."""
@@ -272,11 +272,12 @@ class ShardDataset(Samples):
         remedy = error.remedy if isinstance(error, SampleError) else ""
         return reason_of(error) + (f"; {remedy}" if remedy else "")
 
-    def _positioned(self, sample: TextSample, meta: SampleMeta) -> TextSample:
+    def _positioned(self, sample: TextSample, meta: SampleMeta, *, is_stand_in: bool = False) -> TextSample:
         """Add what the language model has of it: M-RoPE positions, and the blocks of tokens that see each other."""
         of_class = next((spec for spec in self.modules if spec.positions), None)
         if of_class is not None and of_class.positions is not None:
-            sample = replace(sample, positions=of_class.positions(sample.input_ids, meta.extents(of_class)))
+            extents = [] if is_stand_in else meta.extents(of_class)  # it has no text around images
+            sample = replace(sample, positions=of_class.positions(sample.input_ids, extents))
         elif any(spec.grid for spec in self.modules):
             places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
             sample = replace(sample, positions=axis_positions(sample.input_ids, places))

@@ -185,29 +185,28 @@ def _of_positions(path: str) -> PreTrainedModel:
 
 
 def has_positions_of_images(path: str) -> bool:
-    """True if the class of a directory computes positions from tokens and patches of images alone."""
+    """True if the class of a directory computes positions from tokens and sizes of images alone."""
     arguments = inspect.signature(_of_positions(path).get_rope_index).parameters
-    return kinds_of(hf_config(path)) == ["image"] and {"mm_token_type_ids", "image_grid_thw"} <= arguments.keys()
+    by_size = {"image_grid_thw", "target_sizes"} & arguments.keys()
+    return kinds_of(hf_config(path)) == ["image"] and "mm_token_type_ids" in arguments and bool(by_size)
 
 
-def positions(
-    path: str, ids: Sequence[int], kinds: Sequence[int], grids: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+def positions(path: str, ids: Sequence[int], kinds: Sequence[int], sizes: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return positions as the model's class computes them, int64 [axes, S].
 
     Args:
         path: directory of the model.
         ids: tokens of a text.
         kinds: 1 for tokens that features of an image replace, else 0.
-        grids: patches of each image in time, height and width, [N, 3].
-        lengths: frames of each audio, [N].
+        sizes: tensors of the processor about the sizes of images and audio.
     """
     owner = _of_positions(path)
-    options = {"input_ids": torch.tensor([ids]), "image_grid_thw": grids if len(grids) else None}
+    options = {"input_ids": torch.tensor([ids]), **sizes}
     if "mm_token_type_ids" in inspect.signature(owner.get_rope_index).parameters:
         options["mm_token_type_ids"] = torch.tensor([kinds], dtype=torch.int32)
+        options.pop("audio_seqlens", None)
     else:  # Qwen-Omni
-        options |= {"attention_mask": torch.ones(1, len(ids), dtype=torch.int64), "audio_seqlens": lengths}
+        options["attention_mask"] = torch.ones(1, len(ids), dtype=torch.int64)
     return cast(torch.Tensor, owner.get_rope_index(**options)[0][:, 0])
 
 

@@ -24,6 +24,9 @@ TRIED = (64, 64), (336, 672)
 VOXTRAL_FRAMES = 8
 """Frames of audio that a token of Voxtral stands for."""
 
+ABOUT_SIZES = "image_grid_thw", "target_sizes"
+"""Tensors of processors that positions depend on."""
+
 type Text = tuple[str, tuple[int, ...], str]
 """The tokens of an item from its first special token to its last, and the plain text in front of them and behind, which
 text next to it may join."""
@@ -117,12 +120,16 @@ class MediaProcessor:
 
     def patches(self, height: int, width: int) -> tuple[int, int, int] | None:
         """Return the patches of an image in time, height and width; None if the processor does not say."""
+        grid = self.sizes(height, width).get("image_grid_thw")
+        return None if grid is None else tuple(grid[0].tolist())
+
+    def sizes(self, height: int, width: int) -> dict[str, torch.Tensor]:
+        """Return the tensors about the size of an image that the model gets."""
         return self._of_image(height, width)[1]
 
     def grid(self, height: int, width: int) -> tuple[int, int] | None:
         """Return (rows, columns) of the features of an image; None if they form no grid."""
-        (_, ids, _), patches = self._of_image(height, width)
-        rows = ids.count(self.pad)
+        rows, patches = self.rows(height, width), self.patches(height, width)
         if patches is None or patches[0] != 1 or not rows:
             return None
         merge = math.isqrt(patches[1] * patches[2] // rows)
@@ -238,7 +245,7 @@ class MediaProcessor:
             numbers.append((before, after))
         return numbers
 
-    def _of_empty_image(self, height: int, width: int) -> tuple[Text, tuple[int, int, int] | None]:
+    def _of_empty_image(self, height: int, width: int) -> tuple[Text, dict[str, torch.Tensor]]:
         reason: Exception | None = None
         # On the meta device no pixel is computed; some processors look at them.
         for device in ("meta", "cpu"):
@@ -247,8 +254,7 @@ class MediaProcessor:
             except Exception as error:
                 reason = error
                 continue
-            grid = inputs.get("image_grid_thw")
-            return text, None if grid is None else tuple(grid[0].tolist())
+            return text, {name: inputs[name] for name in ABOUT_SIZES if name in inputs}
         raise EncoderError(f"{type(self._processor).__name__} cannot process it: {reason}") from reason
 
     def _of_length(self, length: int) -> Text:

@@ -209,15 +209,16 @@ class MediaImages(ImageItems, MediaSpec):
 
         Args:
             ids: tokens of a text, int64 [S].
-            extents: height and width of each of its images.
+            extents: height and width of each of its images; empty: its tokens count as text.
         """
         import torch
 
         from encoders.transformers_media.directory import positions
 
-        grids = torch.tensor([self.processor().patches(*extent) for extent in extents], dtype=torch.int64)
-        kinds = (ids == self.pad).tolist()
-        return positions(self.path, ids.tolist(), kinds, grids, torch.tensor([])).numpy()
+        kinds = ((ids == self.pad) & bool(extents)).tolist()
+        tensors = [self.processor().sizes(*extent) for extent in extents]
+        sizes = {name: torch.cat([of_image[name] for of_image in tensors]) for name in (tensors[0] if tensors else ())}
+        return positions(self.path, ids.tolist(), kinds, sizes).numpy()
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
         tokens = f"up to {self.most_tokens()} of 1024 x 1024 pixels"

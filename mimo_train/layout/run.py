@@ -236,11 +236,12 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
                 f"the images of {prefix} have positions in time, row and column, which this language model does not "
                 f"get: set it to {encoder.path}, with implementation native",
             )
-        if getattr(encoder, "class_positions", False) and not isinstance(cfg.llm, TransformersSizes):
+        is_of_another = cfg.modules[LANGUAGE].pretrained != getattr(encoder, "path", "")
+        if is_of_another and getattr(encoder, "class_positions", False) and not isinstance(cfg.llm, TransformersSizes):
             yield Fault(
                 f"modules.{LANGUAGE}.pretrained",
                 f"the images of {prefix} have positions that only the class of transformers has: set it to "
-                f"{encoder.path}, with implementation transformers",
+                f"{encoder.path}",
             )
         tokens = most_tokens(encoder, module.projector)
         if tokens > cfg.data.sequence_length > 0:

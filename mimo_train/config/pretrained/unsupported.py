@@ -18,7 +18,6 @@ MEDIA = _by_type(
         "has embeddings of images in its language model": "kosmos-2 kosmos-2.5 phi4_multimodal",
         "generates blocks by diffusion": "diffusion_gemma",
         "has a processor without a token for images": "pp_chart2table",
-        "has positions on several axes that are not those of Qwen-VL": "minicpmv4_7",
         "predicts actions": "pi0",
         "gives scores of two answers instead of logits": "shieldgemma2",
         "reads proteins": "evolla",

@@ -248,9 +248,16 @@ def _of_gemma(values: dict[str, Any], ids: Any) -> None:
     values["image_token_index"] = ids("<|image|>")  # that of its processor is the start of an image
 
 
+def _of_minicpm(values: dict[str, Any], ids: Any) -> None:
+    values["newline_id"] = ids("\u010a")
+    for name in ("slice_start", "slice_end", "image_start", "image_end"):
+        values[f"{name}_id"] = ids(f"<|{name}|>")
+
+
 FURTHER = {
     "gemma3": _of_gemma,
     "llama4": lambda values, ids: values.update(image_token_index=ids("<|patch|>")),
+    "minicpmv4_7": _of_minicpm,
     "molmo2": _of_molmo,
     "qwen2_5_omni": _of_omni,
     "qwen2_5_omni_thinker": _of_omni,

@@ -14,10 +14,12 @@ from tests.tars import write_tar
 KINDS = {
     "gemma3": "plain text around an image",
     "granite_docling": "plain text behind images of one tile",
-    "minicpmv4_6": "numbers of images",
+    "minicpmv4_7": "numbers of images, positions by the class",
     "step3p7": "plain text that depends on the size",
 }
 """Types, and what is special about their text."""
+BY_CLASS = ("minicpmv4_7",)
+"""Types whose class computes positions."""
 TALL, WIDE, SMALL, MIDDLE = (1100, 300), (340, 1400), (70, 90), (640, 600)
 QUESTIONS = [
     ["which colour is ", SMALL, " now?"],
@@ -45,7 +47,7 @@ def _compare(kind, folder):
 
     folder.mkdir()
     make(kind, folder)
-    members, expected, asked = [], [], []
+    members, expected, asked, positions = [], [], [], []
     processor = AutoProcessor.from_pretrained(folder / "model")
     for number, parts in enumerate(QUESTIONS):
         messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": "the second"}]
@@ -54,8 +56,10 @@ def _compare(kind, folder):
         members += [(f"{number}.{at:02}.png", file_of(size)) for at, size in enumerate(sizes)]
         for turns, result in ((messages, expected), (messages[:1], asked)):
             text = processor.apply_chat_template(turns, add_generation_prompt=turns != messages)
-            ids = processor(text=[text], images=[[image(*size) for size in sizes]], return_tensors="pt")["input_ids"]
-            result.append(ids[0].tolist())
+            batch = processor(text=[text], images=[[image(*size) for size in sizes]], return_tensors="pt")
+            result.append(batch["input_ids"][0].tolist())
+            if turns == messages and kind in BY_CLASS:
+                positions.append(_positions(folder / "model", batch))
     write_tar(folder / "samples.tar", members)
     cfg = composed(folder, "image", "data.sequence_length=40000")
     tokenizer = tokenizer_of(cfg)
@@ -63,6 +67,8 @@ def _compare(kind, folder):
     texts = [dataset.read_text(number)[0] for number in range(len(QUESTIONS))]
     assert [text.input_ids[: text.length].tolist() for text in texts] == expected
     assert [tokenizer.shown(text.labels[text.loss_mask > 0]) for text in texts] == ["the second<|im_end|>"] * 3
+    for text, theirs in zip(texts, positions, strict=kind in BY_CLASS):
+        assert text.positions[:, : text.length].tolist() == theirs.tolist()
     lengths = TextLengths(dataset)
     list(lengths.build())
     lengths.serve()
@@ -76,4 +82,19 @@ def _compare(kind, folder):
             Medium("image", part, torch.zeros(3, *part, dtype=torch.uint8)) for part in parts if isinstance(part, tuple)
         ]
         turn = Turn("user", tuple(Part("text", part) if isinstance(part, str) else Part("image") for part in parts))
-        assert prompts.of_conversation([turn], media).ids == ids
+        prompt = prompts.of_conversation([turn], media)
+        assert prompt.ids == ids
+        if positions:
+            assert prompt.positions.tolist() == positions.pop(0)[:, : len(ids)].tolist()
+
+
+def _positions(folder, batch):
+    """Return positions of a text in transformers, [3, S]."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).base_model
+    names = ("input_ids", "mm_token_type_ids", "target_sizes")
+    found = model.get_rope_index(**{name: batch[name] for name in names})[0][:, 0]
+    assert (found[1] != found[2]).any()
+    return found

@@ -145,7 +145,8 @@ class OfTransformers(Composite):
         ids += [*begin, *items[1], *text]
         kinds = [int(token == images.pad) for token in ids]
         patches = torch.tensor([images.patches(*size) for size in SIZES])
-        expected = positions(self.folder, ids, kinds, patches, torch.tensor(lengths))
+        sizes = {"image_grid_thw": patches, "audio_seqlens": torch.tensor(lengths)}
+        expected = positions(self.folder, ids, kinds, sizes)
         return np.array_equal(axis_positions(np.array(ids), places), expected.numpy())
 
     @property
