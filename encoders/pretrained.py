@@ -166,8 +166,8 @@ def image_values(
     }
     if not preprocessor:
         edge = file["size"].get("shortest_edge")
-        own = {"resize": "crop", "shortest_edge": edge * image_size // file["crop_size"]["height"]} if edge else {}
-        return values | (own or {"resize": "fixed"}) | {"image_size": image_size}
+        cropped = {"resize": "crop", "shortest_edge": edge * image_size // file["crop_size"]["height"]} if edge else {}
+        return values | (cropped or {"resize": "fixed"}) | {"image_size": image_size}
     size = file["size"]
     if isinstance(size, int):
         size = {"shortest_edge": size} if "shortest_edge" in defaults["size"] else {"height": size, "width": size}

@@ -163,9 +163,9 @@ FAMILIES: dict[str, Family] = {
         builder="encoders.native.qwen_vit.model:Qwen3VisionTransformer",
         readers=dict.fromkeys(
             ("qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"),
-            "encoders.native.qwen_vit.weights:read_3",
+            "encoders.native.qwen_vit.weights:read_qwen3",
         ),
-        weights="encoders.native.qwen_vit.weights:weight_map_3",
+        weights="encoders.native.qwen_vit.weights:weight_map_qwen3",
     ),
     "whisper": Family(
         spec=WhisperSpec,

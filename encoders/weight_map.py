@@ -27,8 +27,8 @@ class Rows:
     std: float = 0.0
     """Standard deviation of rows that the directory does not have; 0: zeros."""
     stack: tuple[int, ...] = ()
-    """Shape (matrices, rows, columns) of a tensor that stacks matrices, whose rows are counted through, or (vectors,
-    numbers). A directory may have matrices transposed: (matrices, columns, rows)."""
+    """Shape (matrices, rows, columns) of a tensor that stacks matrices, whose rows are numbered consecutively, or
+    (vectors, numbers). A directory may have matrices transposed: (matrices, columns, rows)."""
     step: int = 1
     """Distance of one row from the next: 2 for every second row."""
 
@@ -40,8 +40,8 @@ class Rule:
     ours: str
     """Name of the parameter in its module, as in a single process."""
     rows: tuple[Rows, ...]
-    """Rows in order; together they are the whole parameter. Those of a stack of matrices are counted through if they
-    have a `tail`."""
+    """Rows in order; together they are the whole parameter. Those of a stack of matrices are numbered
+    consecutively if they have a `tail`."""
     fp32: bool = False
     """True if directories keep it in fp32 whatever the dtype of their weights."""
 
@@ -95,7 +95,7 @@ class WeightMap:
         return {rows.name: rows.stack for rule in self.rules for rows in rule.rows if rows.stack}
 
     def row_counts(self) -> dict[str, int]:
-        """Return {tensor of the directory: its rows} for all tensors in the rules, those of a stack counted through.
+        """Return {tensor of the directory: its rows} for all tensors in the rules, a stack with those of its matrices.
         Raise AssertionError if a row of a tensor is missing or used twice."""
         places: dict[str, dict[tuple[int, int, int], list[int]]] = {}
         for rule in self.rules:

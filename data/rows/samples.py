@@ -101,7 +101,7 @@ def make_sample(
         item.require_extent(where)
     counts = {kind: sum(item.kind == kind for item in items) for kind in READABLE}
     texts = {part: _value(record, column, where) for part, column in columns.names.items() if part in TEXTS}
-    given = record
+    original = record
     raw, notes = _encoded(record, texts, columns.question, counts, where, text_only)
     extensions = [f"{at}.{item.extension}" if len(items) > 1 else item.extension for at, item in enumerate(items)]
     visuals = [
@@ -111,7 +111,7 @@ def make_sample(
     ]
     require_learnable(partial(parse_record, raw, "json", where, counts, visuals=visuals), where)
     if not items:
-        require_no_media(given, columns.names, where, folder)
+        require_no_media(original, columns.names, where, folder)
     contents = [item.content for item in items]
     members = [*zip(extensions, contents, strict=True), ("json", raw)]
     return Sample(members, [item.kind for item in items], notes)

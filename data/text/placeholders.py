@@ -165,8 +165,8 @@ class Places:
     def insert(
         self, text: str, places: Sequence[tuple[str, int, int]], items: Sequence[Sequence[ItemText]]
     ) -> tuple[str, Callable[[int], int]]:
-        """Write the plain text of each place's items, one for each module, around its pads. Return the text, and where
-        a character outside of places is in it."""
+        """Write the plain text of each place's items, one for each module, around its pads. Return the new text, and a
+        function from the index of a character outside of places to its new index."""
         written, ends, end = "", [0], 0
         for (kind, first, last), of_modules in zip(places, items, strict=True):
             forms = [item.text for item in self._placeholders if item.kind == kind]

@@ -76,12 +76,12 @@ class ImageItems(ProcessorSpec):
 
 
 SECONDS = (30.0, 20.0, 10.0, 8.0, 5.0, 4.0, 3.0, 2.0, 1.0)
-"""Lengths of audio that a directory may take."""
+"""Lengths of audio to try, from the longest."""
 
 
 @cache
-def longest(reader: Any) -> float:
-    """Return the default of `max_seconds`: the first of SECONDS that a reader of audio does not cut."""
+def default_max_seconds(reader: Any) -> float:
+    """Return the first of SECONDS that a reader of audio does not cut."""
     return next((seconds for seconds in SECONDS if not reader.cuts(seconds)), SECONDS[-1])
 
 

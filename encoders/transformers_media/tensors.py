@@ -113,7 +113,7 @@ class Tensors:
             numbers = value[0] if isinstance(value, list) else value
             shape = tuple(numbers.shape)
             if numbers.dim() == 3 and bool((numbers != numbers[:, :1]).any()):
-                numbers = numbers.flatten(0, 1)  # matrices of experts, whose rows are counted through
+                numbers = numbers.flatten(0, 1)  # matrices of experts, whose rows are numbered consecutively
             columns_of_rows = numbers.reshape(len(numbers), -1)
             first = columns_of_rows[:, :1]
             if shape == self.shapes.get(target) and bool((columns_of_rows == first).all()):

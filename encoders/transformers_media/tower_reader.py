@@ -13,7 +13,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoModel, Pr
 from encoders.errors import EncoderError
 from encoders.transformers_media.directory import hf_config, without_language
 from encoders.transformers_media.processor import silence_and_tone
-from encoders.transformers_media.spec import longest
+from encoders.transformers_media.spec import default_max_seconds
 from encoders.transformers_media.tensors import Tensors
 
 KINDS = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
@@ -257,7 +257,7 @@ def tower_keys(path: str) -> dict[str, Any]:
         "dropout": reader.dropout,
     }
     if kind == "audio":
-        keys["max_seconds"] = longest(reader)
+        keys["max_seconds"] = default_max_seconds(reader)
     else:
         known = PREFIXES.get(config.model_type, -1)
         rest = -1 if reader.grid(*SIZES[0]) is None else 0

@@ -88,7 +88,7 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
     with agreed():
         if LEFT_OUT in record:
             _require_trained(report, key)
-        if idle := [each for each in load.only if not any(_is_asked_for(name, [each]) for name in names)]:
+        if idle := [pattern for pattern in load.only if not any(_is_asked_for(name, [pattern]) for name in names)]:
             text = f"{', '.join(idle)} matches nothing in checkpoint {folder}: remove or correct it"
             raise UserError(f"{key}.only: {text}")
         others = {shard.name: fault for shard in taken if (fault := shape_fault(shard, names[shard.name], reader))}

@@ -84,7 +84,7 @@ def _export(args: argparse.Namespace) -> int:
     for directory in written:
         print(f"{directory.what}: {directory.folder}")
         for change in directory.changes:
-            print(f"warning: {change}, by which transformers reads items. Change them in {directory.folder}")
+            print(f"warning: {change}, which transformers reads. Edit them in {directory.folder}")
     if args.push_to_hub:
         print(f"uploaded: {push(args.to, args.push_to_hub)}")
     dist.destroy_process_group()

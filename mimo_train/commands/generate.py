@@ -153,7 +153,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _longest(media: Iterable[tuple[str, Path]]) -> float:
-    """Return the seconds of the longest clip."""
+    """Return the seconds of the longest audio."""
     from data.media.audio_files import parse_audio_header
 
     headers = (parse_audio_header(file.read_bytes()) for kind, file in media if kind == "audio")

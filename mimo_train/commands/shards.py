@@ -118,12 +118,11 @@ def _count_texts(cfg: Any, workers: int) -> int:
     finally:
         bar.close()
     lengths.serve()
-    found = dataset.lengths
-    assert found is not None
+    tokens = dataset.lengths
+    assert tokens is not None
     print(
-        f"{counted} of {plural(len(found), 'text')} counted now; tokens of a sample: {found.mean():.1f} on average, "
-        "longest "
-        f"{found.max()}, of data.sequence_length {cfg.data.sequence_length}"
+        f"{counted} of {plural(len(tokens), 'text')} counted now; tokens of a sample: {tokens.mean():.1f} on average, "
+        f"longest {tokens.max()}, of data.sequence_length {cfg.data.sequence_length}"
     )
     return 0
 

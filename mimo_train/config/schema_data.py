@@ -235,7 +235,7 @@ def split_parts(text: str) -> tuple[tuple[float, float], tuple[float, float]]:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not shares[0]:
         raise DataError(
-            f"{text!r} is none: give shares of documents for training, validation and test, such as 969,30,1"
+            f"{text!r} is not a split. Give shares of documents for training, validation and test, such as 969,30,1"
         )
     total = sum(shares)
     # Summed as in Megatron-LM, for exactly the same documents.

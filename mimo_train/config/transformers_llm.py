@@ -19,12 +19,8 @@ NOT_SAVED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "a
 
 RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 """Entries of `layer_types` of layers that see earlier documents of a packed row."""
-
-
 CHOOSING = ("index_topk", "indexer_budget", "compress_rates")
 """Beginnings of keys of classes in which tokens attend to chosen ones, or to several as one."""
-
-
 MODEL = "model."
 """Prefix of the parameters of the class in its module."""
 
@@ -237,8 +233,8 @@ def transformers_config(model_config: Mapping[str, Any]) -> Any:
 
 @cache
 def _sizes(name: str, vocab_size: int, text: str) -> TransformersSizes:
-    whole = _hf_config(text)
-    config = whole.get_text_config(decoder=True)
+    outer = _hf_config(text)
+    config = outer.get_text_config(decoder=True)
 
     def number(*names: str, default: int = 0) -> int:
         values = (_value(config, name) for name in names)
@@ -261,7 +257,7 @@ def _sizes(name: str, vocab_size: int, text: str) -> TransformersSizes:
         ffn_hidden_size=number("intermediate_size", "ffn_dim", default=4 * hidden),
         vocab_size=vocab_size or stored,
         max_positions=number("max_position_embeddings"),
-        tie_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
+        tie_embeddings=bool(getattr(outer, "tie_word_embeddings", False)),
         init_std=float(getattr(config, "initializer_range", None) or LlmSpec.init_std),
         mrope_section=_mrope_section(getattr(config, "rope_parameters", None) or {}),
         model_config=json.loads(text),

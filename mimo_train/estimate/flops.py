@@ -137,7 +137,7 @@ class StepFlops:
         self._adapted_projectors = {name for name in adapters if adapts_projector(adapters[name])}
         one_of_each = [Media(**{field.name: 1}) for field in fields(Media)]
         self._matmuls = {
-            name: [encoder_matmuls(name, module.encoder, module.projector, width, one) for one in one_of_each]
+            name: [encoder_matmuls(name, module.encoder, module.projector, width, media) for media in one_of_each]
             for name, module in cfg.encoders.items()
         }
         self._of_text = partial(language_matmuls, cfg.llm, vocab=vocab)

@@ -40,8 +40,7 @@ class Exported:
     what: str
     """Modules and parts that are in it."""
     changes: tuple[str, ...] = ()
-    """How the run read images and audio otherwise than the files of the directory say, which are those of its
-    source."""
+    """Keys by which the run read images and audio differently from the files, which are those of its source."""
 
 
 def export(

@@ -67,7 +67,7 @@ def language_keys(config: Config) -> Keys:
     activation, activations = config[family.activation], {**ACTIVATIONS, **family.activations}
     if activation not in activations:
         faults.append(fault(family.activation, activation, f"of gates, these can be built: {', '.join(activations)}"))
-    faults += [found for spelling in family.spellings for found in spelling.faults(config)]
+    faults += [error for spelling in family.spellings for error in spelling.faults(config)]
     if faults:
         raise ConfigError(faults)
     heads = config["num_attention_heads"]

@@ -33,12 +33,11 @@ def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: D
             places |= places_of(part.weights, part.loaded, layers)
     if document is not None and isinstance(config.llm, TransformersLlm):
         places = _places_in_class(layers)
-    own = [
-        one
-        for one in source.tensors
-        if is_adapter(one) and (document is None or any(one.startswith(f"{linear}.") for linear in places))
-    ]
-    adapters = {one: source.load(one) for one in own}
+    adapters = {
+        tensor: source.load(tensor)
+        for tensor in source.tensors
+        if is_adapter(tensor) and (document is None or any(tensor.startswith(f"{linear}.") for linear in places))
+    }
     carried: dict[str, torch.Tensor] = {}
     for part in document.parts if document is not None and config.lora.adapter else ():
         if part.module == name and any(rule.ours.startswith(ENCODER) for rule in part.weights.rules):
@@ -52,9 +51,9 @@ def is_base(document: Document, stored: Stored) -> bool:
         return False
     if any(part.written != part.weights for part in document.sources):
         return False  # it has rows that the directory lacks
-    for whole in document.whole:
-        folder, source = TensorFolder(document.source, "pretrained"), Weights(stored, whole.module)
-        for planned, load in tensors_in_our_names(whole, source):
+    for module in document.whole:
+        folder, source = TensorFolder(document.source, "pretrained"), Weights(stored, module.module)
+        for planned, load in tensors_in_our_names(module, source):
             if planned.name not in folder.tensors or not torch.equal(load(), folder.whole(planned.name)):
                 return False
     for part in document.sources:
@@ -75,7 +74,7 @@ def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> d
     Args:
         spelling: spelling of names in memory.
     """
-    rules, found = {rule.ours: rule for rule in weights.rules}, {}
+    rules, places = {rule.ours: rule for rule in weights.rules}, {}
     for linear in layers:
         rule = rules.get(f"{linear.name}.weight")
         if rule is None:
@@ -84,11 +83,11 @@ def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> d
         paths = [spelt(name, spelling).removesuffix(".weight") for name in names]
         if len(names) == len(linear.projections):
             rows = [_rows_in_their_order(rule, name) for name in names]
-            places = map(Place, paths, rows)
-            found[linear.name] = dict(zip((one for one, _ in linear.projections), places, strict=True))
+            projections = (projection for projection, _ in linear.projections)
+            places[linear.name] = dict(zip(projections, map(Place, paths, rows), strict=True))
         elif len(names) == 1:
-            found[linear.name] = {WHOLE: Place(paths[0], _rows_in_their_order(rule, names[0]))}
-    return found
+            places[linear.name] = {WHOLE: Place(paths[0], _rows_in_their_order(rule, names[0]))}
+    return places
 
 
 def _places_in_class(layers: list[Linear]) -> dict[str, dict[str, Place]]:
@@ -132,7 +131,7 @@ def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
     Raises:
         UserError: an adapter cannot be read.
     """
-    parts, found = pretrained_parts(cfg, rows), {}
+    parts, modules = pretrained_parts(cfg, rows), {}
     for name, module in cfg.modules.items():
         if module.lora.adapter:
             layers = linears(name, module, cfg.llm.hidden_size)
@@ -143,8 +142,8 @@ def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
                     places |= _as_spelt(part, layers, paths)
             if isinstance(module.llm, TransformersLlm):
                 places = _places_in_class(layers)
-            found[name] = ModulePlaces(layers, places, _unread(module, name, paths))
-    return found
+            modules[name] = ModulePlaces(layers, places, _unread(module, name, paths))
+    return modules
 
 
 def start_adapter(

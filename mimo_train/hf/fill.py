@@ -129,7 +129,8 @@ class Reader(MatchedPart):
 
 
 def as_rows(parameter: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a parameter as a matrix; the rows of a stack of matrices are counted through if they are `rows`."""
+    """Return a parameter as a matrix, of `rows` rows if it stacks matrices with that many in all, else of its first
+    dimension."""
     is_stack = parameter.dim() == 3 and parameter.size(0) * parameter.size(1) == rows
     return parameter.view(rows if is_stack else len(parameter), -1)
 

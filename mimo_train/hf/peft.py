@@ -214,7 +214,7 @@ def _by_projection(
         rows = FusedRows(linear)
         parts = {name: rows.split(parts_of_layer[name], names) for name in parts_of_layer if name != "lora_a"}
         by_path |= {
-            one: {"lora_a": parts_of_layer["lora_a"], **{name: parts[name][one] for name in parts}} for one in names
+            path: {"lora_a": parts_of_layer["lora_a"], **{name: parts[name][path] for name in parts}} for path in names
         }
     return by_path
 

@@ -77,7 +77,7 @@ class TensorFolder:
     def stack_rows(
         self, name: str, first: int, count: int, columns: tuple[int, int] | None = None
     ) -> Iterator[torch.Tensor]:
-        """Yield rows of a tensor that stacks matrices or vectors, counted through, as `rows`."""
+        """Yield rows of a tensor that stacks matrices or vectors, numbered consecutively, as `rows`."""
         stored = self.tensors[name]
         yield from self._rows(stored, prod(stored.shape[2:]), first, count, columns)
 
@@ -96,7 +96,7 @@ class TensorFolder:
         yield torch.cat([values.contiguous() for values in read]).T
 
     def _unpacked(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Return rows of a stack in MXFP4, counted through, in bf16."""
+        """Return rows of a stack in MXFP4, numbered consecutively, in bf16."""
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         blocks, scales = (

@@ -241,9 +241,9 @@ def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
         faults += value_faults(part, f"{prefix}.encoder.{name}") if name and is_dataclass(part) else []
     if faults:
         return faults
-    own = [(f"encoder.{field}", text) for field, text in encoder.faults()]
-    own += [(f"projector.{field}", text) for field, text in projector.faults()]
-    return [Fault(f"{prefix}.{field}", text) for field, text in own or joint_faults(encoder, projector)]
+    single = [(f"encoder.{field}", text) for field, text in encoder.faults()]
+    single += [(f"projector.{field}", text) for field, text in projector.faults()]
+    return [Fault(f"{prefix}.{field}", text) for field, text in single or joint_faults(encoder, projector)]
 
 
 def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
@@ -260,17 +260,17 @@ def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
                     "freeze=[encoder] if they should stay as they are",
                 )
             continue
-        prefix, own = f"modules.{name}", f"encoder.family {module.encoder.family} is a plain torch module"
+        prefix, reason = f"modules.{name}", f"encoder.family {module.encoder.family} is a plain torch module"
         if module.lora.rank > 0:
             yield Fault(
                 f"{prefix}.lora.rank",
-                f"{own}, and adapters go next to Megatron-Core's linear layers, of which it has none: set it to 0 (is "
-                f"{module.lora.rank}), and freeze=[encoder] if the module should stay as it is",
+                f"{reason}, and adapters go next to Megatron-Core's linear layers, of which it has none: set it to 0 "
+                f"(is {module.lora.rank}), and freeze=[encoder] if the module should stay as it is",
             )
         if cfg.recompute_of(name) == "selective":
             yield Fault(
                 f"{prefix}.recompute",
-                f"{own}, and selective computes the attention of Megatron-Core's layers again, of which it has none: "
+                f"{reason}, and selective recomputes the attention of Megatron-Core's layers, of which it has none: "
                 "set it to none, or to full for the whole module",
             )
 

@@ -1,4 +1,4 @@
-"""What a class of `transformers` does and its config does not say, by its logits of a few tokens.
+"""Properties of a class of `transformers` that its config does not say, found by running it on a few tokens.
 
 Shape suffixes: B batch, S sequence, H hidden, M rows of a batch, N positions with logits, V vocabulary.
 """
@@ -15,13 +15,13 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 
 PROBED = 8
-"""Tokens before and behind a place whose logits show whether tokens see what they must not; the fewest of a text."""
+"""Positions whose logits are compared; a text has at least twice as many tokens."""
 ROUNDING = {torch.float32: 1e-5}
 """Largest change of logits by rounding, relative to the largest; 4e-3 in half precision. Experts get other batches."""
 
 
 class Probe:
-    """Runs a causal language model of transformers.
+    """Checks a causal language model of transformers.
 
     Attributes:
         takes_positions: True if its forward pass takes positions that count from 0.
@@ -52,38 +52,44 @@ class Probe:
         return [name for name, value in trained if id(value) not in used and "expert" not in name]
 
     def require_independence(self, packed: bool, length: int) -> None:
-        """Compare logits of texts that differ in other tokens only: later ones, and with `packed` those of the first of
-        several documents. Classes may do otherwise in long rows, so it is repeated for a `length` of the next power of
-        two."""
+        """Compare logits of texts that differ in tokens that must not matter: later ones, and with `packed` those of
+        earlier documents. Masks may change with the length (windows, chunks), so longer rows are compared again.
+
+        Args:
+            packed: True for rows of several documents.
+            length: tokens of a row.
+
+        Raises:
+            UserError: the model is not causal, or mixes the documents of a packed row.
+        """
         if length <= self._proven[packed]:
             return
         power = max(1 << (length - 1).bit_length(), 2 * PROBED)
-        whole = max(2 * PROBED, min(power, self._longest or power))
-        self._proven[packed] = length if packed else whole
-        rows, was_training = max(whole, length) if packed else whole, self._model.training
+        text = max(2 * PROBED, min(power, self._longest or power))
+        self._proven[packed] = length if packed else text
+        row, was_training = max(text, length) if packed else text, self._model.training
         self._model.eval()
-        restart = min(whole, rows // 2)
-        sees_later, mixes = self._sees_later(whole), packed and self._mixes(rows, restart)
+        sees_later, mixes = self._sees_later(text), packed and self._mixes(row, min(text, row // 2))
         self._model.train(was_training)
         if sees_later:
             raise UserError(
-                f"modules.{LANGUAGE}: tokens of {type(self._model).__name__} see later ones in a text of {whole}, so "
+                f"modules.{LANGUAGE}: tokens of {type(self._model).__name__} see later ones in a text of {text}, so "
                 "that it is no causal language model. Set is_decoder in its config.json, or choose another model"
             )
         if mixes:
             raise UserError(
                 f"data.pack: {type(self._model).__name__} of modules.{LANGUAGE} mixes the documents of a packed row of "
-                f"{rows} tokens. Set data.pack=false"
+                f"{row} tokens. Set data.pack=false"
             )
 
     def _sees_later(self, length: int) -> bool:
         places, middle = torch.arange(length), length // 2
         before = torch.arange(middle - PROBED, middle)
-        nothing = self._logits(places < 0, before, places)
-        if self.takes_positions and self._differ(nothing, self._logits(places < 0, before, None)):
+        unchanged = self._logits(places < 0, before, places)
+        if self.takes_positions and self._differ(unchanged, self._logits(places < 0, before, None)):
             self.takes_positions = False  # RoBERTa counts from another number
-            nothing = self._logits(places < 0, before, None)
-        return self._differ(self._logits(places >= middle, before, places), nothing)
+            unchanged = self._logits(places < 0, before, None)
+        return self._differ(self._logits(places >= middle, before, places), unchanged)
 
     def _mixes(self, length: int, restart: int) -> bool:
         """True if the first `restart` tokens of a row change logits of documents behind them."""

@@ -22,8 +22,8 @@ _LAYERS = LayerNames(
     norms=("norm1", "norm2"),
     fused=True,
 )
-_LAYERS_3 = replace(_LAYERS, up=("mlp.linear_fc1",), down="mlp.linear_fc2")
-_PREFIXES_3 = ("model.visual.", "visual.", "")
+_LAYERS_QWEN3 = replace(_LAYERS, up=("mlp.linear_fc1",), down="mlp.linear_fc2")
+_PREFIXES_QWEN3 = ("model.visual.", "visual.", "")
 _PREPROCESSING = PIXELS | {
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
     "resample": 3,
@@ -99,7 +99,7 @@ def merger_map(width: int, language_width: int) -> WeightMap:
     return WeightMap(tuple(rules), prefixes=("visual.", "model.visual.", ""))
 
 
-def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+def read_qwen3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """Read Qwen3-VL or its vision part; see `encoders.registry.Family.read`."""
     file = ConfigFile("config.json", part_of(config, "vision_config"), class_defaults("qwen3_vl_vision"))
     file.require(in_channels=3, temporal_patch_size=2)
@@ -120,13 +120,13 @@ def read_3(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[s
     }
 
 
-def weight_map_3(spec: Qwen3VitSpec) -> WeightMap:
+def weight_map_qwen3(spec: Qwen3VitSpec) -> WeightMap:
     """See `encoders.registry.Family.weight_map`. The patch merger's norm is the encoder's last. Its two linear layers
     belong to the projector."""
     rules = [
         *patch_rules(spec, "patch_embed.proj"),
         same("position_embedding", "pos_embed.weight", (spec.image_size // spec.patch_size) ** 2),
-        *layer_rules(spec, _LAYERS_3),
+        *layer_rules(spec, _LAYERS_QWEN3),
         *norm_rules("layers.final_layernorm", "merger.norm", spec.hidden_size),
     ]
     width = spec.merged_width
@@ -134,12 +134,12 @@ def weight_map_3(spec: Qwen3VitSpec) -> WeightMap:
         ours, theirs = f"deepstack.{number}.", f"deepstack_merger_list.{number}."
         rules += norm_rules(f"{ours}norm", f"{theirs}norm", width)
         rules += _linears(ours, theirs, width, spec.deepstack_width)
-    return WeightMap(tuple(rules), prefixes=_PREFIXES_3)
+    return WeightMap(tuple(rules), prefixes=_PREFIXES_QWEN3)
 
 
-def merger_map_3(width: int, language_width: int) -> WeightMap:
-    """See `encoders.native.qwen_vit.weights.merger_map`."""
-    return WeightMap(tuple(_linears("encoder.", "merger.", width, language_width)), prefixes=_PREFIXES_3)
+def merger_map_qwen3(width: int, language_width: int) -> WeightMap:
+    """See `merger_map`."""
+    return WeightMap(tuple(_linears("encoder.", "merger.", width, language_width)), prefixes=_PREFIXES_QWEN3)
 
 
 def _linears(ours: str, theirs: str, width: int, language_width: int) -> Iterator[Rule]:

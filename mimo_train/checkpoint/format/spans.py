@@ -106,12 +106,12 @@ def copy_common(wanted: Span, into: "torch.Tensor", stored: Span, values: "torch
     return copied
 
 
-def _common_blocks(one: Span, other: Span) -> Iterator[tuple[_Block, _Block, Sizes, Sizes]]:
+def _common_blocks(span: Span, other: Span) -> Iterator[tuple[_Block, _Block, Sizes, Sizes]]:
     """Yield every overlapping pair of blocks of two spans, with the first and last + 1 index of the overlap."""
-    if _shared(one.offset, _ends(one), other.offset, _ends(other)) is None:
+    if _shared(span.offset, _ends(span), other.offset, _ends(other)) is None:
         return
     blocks = list(_blocks(other))
-    for mine in _blocks(one):
+    for mine in _blocks(span):
         for theirs in blocks:
             shared = _shared(mine.low, mine.high, theirs.low, theirs.high)
             if shared is not None:

@@ -202,7 +202,7 @@ def fill_in(plain: dict[str, Any], directories: Mapping[str, Directory], *, toke
 
 
 def changed_choices(cfg: ConfigContainer, name: str) -> Iterator[str]:
-    """Yield how an encoder reads its items otherwise than the files of its directory say."""
+    """Yield the keys by which an encoder reads its items differently from the files of its directory."""
     module = cfg.modules[name]
     if name == LANGUAGE or not module.pretrained or not Path(module.pretrained).is_dir():
         return
@@ -211,7 +211,7 @@ def changed_choices(cfg: ConfigContainer, name: str) -> Iterator[str]:
     for field in fields(module.encoder):
         chosen, value = getattr(module.encoder, field.name), keys.get(field.name, field.default)
         if field.name in CHOICES["encoder"] - {"name", "dropout", "init_std", "layer_scale"} and chosen != value:
-            yield f"modules.{name}.encoder.{field.name} is {chosen} in this run, and {value} by the files"
+            yield f"modules.{name}.encoder.{field.name} is {chosen} in this run and {value} in the exported files"
 
 
 def _repeated_half(

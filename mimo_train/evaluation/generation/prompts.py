@@ -152,10 +152,10 @@ class Prompts:
         """Return the prompt of tokens with placeholders for `inputs`."""
         arguments = {}
         for item in self._modules:
-            own = collate_media([each.tensor for each in inputs[item.module]], item.field)
-            if own is not None and item.canvas:
-                own["sizes"] = [each.size for each in inputs[item.module]]
-            arguments[item.module] = None if own is None else {item.module: own}
+            batch = collate_media([each.tensor for each in inputs[item.module]], item.field)
+            if batch is not None and item.canvas:
+                batch["sizes"] = [each.size for each in inputs[item.module]]
+            arguments[item.module] = None if batch is None else {item.module: batch}
         rows = {name: ids.count(placeholder) for name, placeholder in self._places.items()}
         positions = None
         of_class = next((item for item in self._modules if item.positions), None)
@@ -163,7 +163,7 @@ class Prompts:
             sizes = [each.size for each in inputs[of_class.module]]
             positions = torch.from_numpy(of_class.positions(np.array(ids, dtype=np.int64), sizes))
         elif any(item.grid for item in self._modules):
-            places = {self._places[name]: [each.place for each in own] for name, own in inputs.items()}
+            places = {self._places[name]: [each.place for each in of_module] for name, of_module in inputs.items()}
             positions = torch.from_numpy(axis_positions(np.array(ids, dtype=np.int64), places))
         kinds = {self._places[item.module]: item.bidirectional for item in self._modules if item.bidirectional}
         types = [token for item in self._modules if item.bidirectional for token in item.types]

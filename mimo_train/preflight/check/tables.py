@@ -37,8 +37,8 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
         if patterns:
             notes.append(f"* patterns of modules.{name}.freeze ({', '.join(patterns)}) are not counted as frozen")
         where = (str(layout.modules[name]), _span(layout, layout.modules[name].ranks)) if layout else ("at fault", "")
-        is_known = isinstance(module.llm, TransformersLlm) or isinstance(module.encoder, PlainSpec)
-        if cfg.run.device != "cpu" and not is_known and (reason := torch_layers_because(cfg, name)):
+        is_torch = isinstance(module.llm, TransformersLlm) or isinstance(module.encoder, PlainSpec)
+        if cfg.run.device != "cpu" and not is_torch and (reason := torch_layers_because(cfg, name)):
             notes.append(f"all layers of {name} are torch's, also where Transformer Engine is installed: {reason}")
         mark = "*" if patterns else ""
         rows.append((name, _module_text(module), *where, f"{count.total:,}", f"{count.trainable:,}{mark}"))

@@ -101,9 +101,9 @@ def test_what_an_export_reads_otherwise_than_the_run_is_told(tmp_path):
     assert [*changed_choices(unchanged, "images")] == [*changed_choices(unchanged, "language")] == []
     most = unchanged.modules["images"].encoder.max_pixels
     (change,) = changed_choices(composed(tmp_path, QWEN3, "modules.images.encoder.max_pixels=60000"), "images")
-    assert change == f"modules.images.encoder.max_pixels is 60000 in this run, and {most} by the files"
+    assert change == f"modules.images.encoder.max_pixels is 60000 in this run and {most} in the exported files"
 
 
 def test_others_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a gemma4_unified lets tokens see later ones, which is not supported"):
-        composed(tmp_path, QWEN3 | {"model_type": "gemma4_unified", "text_config": {}, "vision_config": {}})
+    with pytest.raises(ConfigError, match="a ovis2 projects features outside of its towers, which is not supported"):
+        composed(tmp_path, QWEN3 | {"model_type": "ovis2", "text_config": {}, "vision_config": {}})

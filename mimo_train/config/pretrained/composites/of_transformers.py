@@ -65,7 +65,7 @@ class OfTransformers(Composite):
         """Return the keys of the encoder `module`. Raise EncoderError if the model reads no media, or does more than
         put features at their places."""
         from encoders.transformers_media import directory
-        from encoders.transformers_media.spec import longest
+        from encoders.transformers_media.spec import default_max_seconds
         from encoders.transformers_media.tensors import structure_of
 
         config = directory.hf_config(self.folder)
@@ -87,7 +87,7 @@ class OfTransformers(Composite):
             )
         structure = structure_of(self.folder)
         return {
-            **({"max_seconds": longest(self._processor(kind))} if kind == "audio" else {}),
+            **({"max_seconds": default_max_seconds(self._processor(kind))} if kind == "audio" else {}),
             "name": f"{config.model_type} as it is",
             "family": FAMILIES[kind],
             "path": self.folder,

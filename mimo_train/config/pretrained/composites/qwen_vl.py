@@ -75,7 +75,7 @@ QWEN3_VL = QwenVl(
     "text_config",
     language_names=(_NESTED,),
     projector=_projector(1152),
-    projector_weights=_projector_weights(qwen_vit.merger_map_3),
+    projector_weights=_projector_weights(qwen_vit.merger_map_qwen3),
     encoder_loaded="model.visual.",
     placeholder=_PLACEHOLDER,
     pad_id=_pad_id,

@@ -95,7 +95,7 @@ def test_keys_that_do_not_go_together(tmp_path):
     assert any("for a run without encoders, and modules has images" in fault for fault in faults)
     for overrides, said in (
         (("data.separate_documents=true",), "data.separate_documents: requires data.pack=true"),
-        (("data.split='1,x'",), "data.split: '1,x' is none"),
+        (("data.split='1,x'",), "data.split: '1,x' is not a split"),
         (("data.split='9,1'", "data.validation_fraction=0.1"), "data.split: is 9,1, and data.validation_fraction"),
         (("data.split='9,1'", "data.validation_shards=a"), "data.split: holds out training samples"),
     ):
