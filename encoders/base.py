@@ -73,7 +73,7 @@ class EncoderSpec(ABC):
     bidirectional = ""
     """Tokens of the language model that see each other: `items`: those of one item; `prefix`: all before the first
     answer. Empty: none, attention is causal."""
-    adds = False
+    adds_features = False
     """True if features are added to the embeddings of their tokens, instead of replacing them."""
     deepstack: Sequence[int] = ()
     """Layers whose states the first layers of the language model get too (DeepStack)."""

@@ -36,7 +36,7 @@ BOUNDS = Bounds()
 
 @dataclass(frozen=True)
 class Resize:
-    """How to resize an image to `Media.size`."""
+    """Options for resizing an image to `Media.size`."""
 
     interpolation: str = "bicubic"
     """`bicubic` or `bilinear`, both with antialiasing."""

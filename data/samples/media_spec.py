@@ -64,7 +64,7 @@ class Media:
     bidirectional: str = ""
     """Tokens that see each other: `items`, those of each item; `prefix`, those before the first answer."""
     types: tuple[int, ...] = ()
-    """Tokens of an item that do; empty: only those that features replace."""
+    """Ids of the tokens of an item that see each other; empty: only those that features replace."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):

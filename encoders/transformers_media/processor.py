@@ -23,9 +23,8 @@ TRIED = (64, 64), (336, 672)
 """Sizes of images whose numbers in a sample are tried."""
 VOXTRAL_FRAMES = 8
 """Frames of audio that a token of Voxtral stands for."""
-
-ABOUT_SIZES = "image_grid_thw", "target_sizes"
-"""Tensors of processors that positions depend on."""
+SIZE_TENSORS = "image_grid_thw", "target_sizes"
+"""Tensors of processors with the sizes of images, on which positions depend."""
 
 type Text = tuple[str, tuple[int, ...], str]
 """The tokens of an item from its first special token to its last, and the plain text in front of them and behind, which
@@ -38,7 +37,7 @@ class MediaProcessor:
     Attributes:
         mark: the text that a chat template writes for an item.
         pad_token: the token that features replace.
-        types: tokens of an item that its model's mask counts as those of an image.
+        types: ids of the tokens of an item that its model's mask counts as those of an image.
         identity: text that changes with what determines the tokens of an item.
         sample_rate: samples per second of audio; 0 for images.
     """
@@ -254,7 +253,7 @@ class MediaProcessor:
             except Exception as error:
                 reason = error
                 continue
-            return text, {name: inputs[name] for name in ABOUT_SIZES if name in inputs}
+            return text, {name: inputs[name] for name in SIZE_TENSORS if name in inputs}
         raise EncoderError(f"{type(self._processor).__name__} cannot process it: {reason}") from reason
 
     def _of_length(self, length: int) -> Text:

@@ -131,7 +131,7 @@ class MediaSpec(ProcessorSpec):
     """Positions on several axes are those that the class of the model computes; false: those of Qwen-VL."""
     bidirectional: str = key("", choices=("", "items", "prefix"))
     """Tokens that see each other: `items` (those of one item), `prefix` (all before the first answer)."""
-    adds: bool = False
+    adds_features: bool = False
     """Features are added to the embeddings of their tokens, instead of replacing them."""
     deepstack: list[int] = key(factory=list, at_least=0)
     """Layers of the tower whose features the first layers of the language model get."""

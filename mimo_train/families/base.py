@@ -1,4 +1,4 @@
-"""What a family of language models is."""
+"""The interface of a family of language models."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ NAMES: Names = {
 
 
 class Spelling:
-    """How config.json spells some keys of `LlmSpec`. Subclasses are frozen dataclasses."""
+    """A spelling of keys of `LlmSpec` in config.json. Subclasses are frozen dataclasses."""
 
     @property
     def supports(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from mimo_train.families.windows import Windows, pattern_layers
 
 @dataclass(frozen=True)
 class CohereLayers(Spelling):
-    """What logits are multiplied by, and the name of the norms' epsilon. Only layers with a window rotate."""
+    """The factor of logits, and the name of the norms' epsilon. Only layers with a window rotate."""
 
     def faults(self, config: Config) -> Iterator[Fault]:
         scale = config["logit_scale"]

@@ -19,7 +19,7 @@ _SCORES = "attention_multiplier"
 
 @dataclass(frozen=True)
 class Multipliers(Spelling):
-    """What embeddings, scores and residual branches are multiplied by, and logits divided by."""
+    """Factors of embeddings, scores and residual branches, and the divisor of logits."""
 
     def faults(self, config: Config) -> Iterator[Fault]:
         for name in (*_PLAIN, _SCORES):

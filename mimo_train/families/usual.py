@@ -1,4 +1,4 @@
-"""What several families share: biases, and experts behind a softmax router."""
+"""Spellings that several families share: biases, and experts behind a softmax router."""
 
 from dataclasses import dataclass
 

@@ -111,7 +111,7 @@ def _of_class(cfg: ConfigContainer, layout: RunLayout, llm: TransformersSizes) -
 
 def _added(cfg: ConfigContainer) -> set[str]:
     """Return the encoders whose features are added to embeddings."""
-    return {name for name, module in cfg.encoders.items() if module.encoder.adds}
+    return {name for name, module in cfg.encoders.items() if module.encoder.adds_features}
 
 
 def _deepstack(cfg: ConfigContainer) -> int:

@@ -44,7 +44,7 @@ TYPES = ("mm_token_type_ids", "token_type_ids")
 
 @dataclass
 class ClassCache:
-    """What a class of transformers keeps of the tokens of one sequence."""
+    """The cache of a class of transformers for the tokens of one sequence."""
 
     states: dict[str, Any] = field(default_factory=dict)
     """By the argument of its forward pass."""

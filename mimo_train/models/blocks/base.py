@@ -1,4 +1,4 @@
-"""What a block is, and a layer as the sum of its blocks.
+"""The interface of a block, and a layer as the sum of its blocks.
 
 Bytes of activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
 (arXiv 2205.05198), for attention that does not store the s x s scores. *Kept* bytes wait for the backward pass. *Work*
@@ -130,7 +130,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes of a layer in one microbatch, and how."""
+    """The part of a layer that one rank computes in one microbatch."""
 
     tokens: int
     """Tokens s * b on this rank, before sequence parallelism divides them."""

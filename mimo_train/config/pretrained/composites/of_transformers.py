@@ -98,7 +98,7 @@ class OfTransformers(Composite):
             "axes": axes,
             "class_positions": class_positions,
             "bidirectional": directory.bidirectional_of(config) if kind == "image" else "",
-            "adds": directory.adds_features(config),
+            "adds_features": directory.adds_features(config),
             "deepstack": directory.deepstack_of(config) if kind == "image" else [],
         }
 
