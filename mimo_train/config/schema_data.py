@@ -39,9 +39,9 @@ class BoundsConfig(Section):
     """Maximum sizes of the parts of a sample; a larger sample is bad. See docs/data.md#bounds."""
 
     pixels: int = key(BOUNDS.pixels, at_least=1)
-    """Of an image or video frame, also as resized before cropping."""
+    """Most pixels of an image or video frame, also as resized before cropping."""
     seconds: float = key(BOUNDS.seconds, above=0)
-    """Of an audio or video item."""
+    """Longest audio or video item, in seconds."""
 
 
 @dataclass

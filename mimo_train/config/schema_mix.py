@@ -28,7 +28,7 @@ class SourceConfig(Section):
     name: str = ""
     """Name in metrics; empty: the last part of `shards`."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """As `data.fields`; empty: the same."""
+    """As `data.fields`, which applies if this is empty."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ValidationConfig(Section):
     shards: str = ""
     """As `data.shards`. Required."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """As `data.fields`; empty: the same."""
+    """As `data.fields`, which applies if this is empty."""
 
 
 def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:

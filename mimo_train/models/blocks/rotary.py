@@ -102,7 +102,7 @@ class RotaryKeys(LayerKeys):
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
     mrope_section: list[int] = key(factory=list, at_least=0)
-    """Frequencies that turn by time, row and column (M-RoPE, arXiv 2409.12191). Empty: all turn by position."""
+    """Numbers of frequencies that turn by time, row and column (M-RoPE, arXiv 2409.12191). Empty: all by position."""
     mrope_interleaved: bool = False
     """With `mrope_section`: axes alternate by frequency, as in Qwen3-VL."""
     local_rope_base: float = key(0.0, at_least=0, zero_means="as in the other layers")

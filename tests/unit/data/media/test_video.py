@@ -252,11 +252,11 @@ def test_without_its_library_a_video_ends_the_run_and_names_the_extra(dataset, t
 
 
 def test_a_video_is_decoded_once_for_a_module(dataset, tmp_path, monkeypatch):
-    from data.media import decode
+    from data.samples import shard_dataset
 
     calls = []
-    real = decode.decode_video
-    monkeypatch.setattr(decode, "decode_video", lambda *given: calls.append(given[1]) or real(*given))
+    real = shard_dataset.decode_video
+    monkeypatch.setattr(shard_dataset, "decode_video", lambda *given: calls.append(given[1]) or real(*given))
     path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
     tiles = images(side=16)
     assert len(media_of(dataset(path, media=(tiles,), sampling=TWO), 0, "images")) == 2
