@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of the output has closed it (`| head`). Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as of a process that SIGPIPE ends: no fault was found
+        return 141  # the exit code of a process that SIGPIPE ends: no error was found
     except users_faults() as error:
         several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
         print_fault(error, f"rank {os.environ.get('RANK', '0')}: " if several else "")

@@ -1,6 +1,6 @@
 """Parse records as conversations: LLaVA `conversations`, chat `messages`, or a caption.
 
-In LLaVA records and text contents, `<image>`, `<video>` and `<audio>` stand for the sample's media, in member order.
+In LLaVA records and text contents, `<image>`, `<video>` and `<audio>` mark the media of the sample, in member order.
 An unknown marker, such as `<speech>`, makes the sample bad, and so does any marker in a caption of a run with media.
 """
 

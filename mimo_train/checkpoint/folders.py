@@ -302,7 +302,7 @@ def read_record(folder: Place, *needed: str) -> dict[str, Any]:
         raise damaged(folder, f"{RECORD} holds no record, but {type(record).__name__}")
     step, named = record.get("step"), STEP.fullmatch(folder.name)
     if named and step is not None and step != int(named[1]):
-        raise damaged(folder, f"it is named as of step {int(named[1])}, and its {RECORD} is of step {step}")
+        raise damaged(folder, f"its name has step {int(named[1])}, and its {RECORD} step {step}")
     lacking = [key for key in needed if key not in record]
     if lacking:
         raise damaged(folder, f"{RECORD} has no {', '.join(lacking)}")

@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
         "adapter, or its name on the hub",
     )
     option("--prompt", metavar="TEXT", help="what to ask; with --chat the first message")
-    option("--chat", action="store_true", help="go on with messages from the input, line by line")
+    option("--chat", action="store_true", help="continue with messages from the input, line by line")
     option("--system", default="", metavar="TEXT", help="what stands before the conversation")
     option(
         "--image",
@@ -195,7 +195,7 @@ def _messages() -> Iterator[str]:
 
 
 def _converse(talk: "Chat", read: Any, lines: Iterator[str]) -> None:
-    """Answer the lines. What goes wrong with one is said, and the conversation goes on.
+    """Answer the lines. An error of a line is printed, and the conversation continues.
 
     Args:
         read: (kind, file) -> the medium.

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run.dir of the run")
     command.add_argument("--rank", type=whole, action="append", default=[], help="of this rank alone; may be repeated")
-    command.add_argument("--follow", action="store_true", help="go on with what is logged from now on, until Ctrl-C")
+    command.add_argument("--follow", action="store_true", help="also print new lines, until Ctrl-C")
 
 
 def _logs(args: argparse.Namespace) -> None:

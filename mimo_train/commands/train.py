@@ -76,7 +76,7 @@ def main(run: "Run") -> int:
         if not _still_reading():
             raise
         code = _report_error(error)
-    if _still_reading():  # a thread that goes on while the interpreter takes itself apart could abort it
+    if _still_reading():  # a thread that still runs while the interpreter shuts down could abort it
         show("", end="")
         sys.stderr.flush()
         os._exit(code)

@@ -132,7 +132,7 @@ class _Reading:
         origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
         kind = origin or wanted
         if isinstance(value, str) and value == UNSET:
-            return self.wrong(key, f"is {UNSET}, which stands for a value that is still to be given. Set it")
+            return self.wrong(key, f"is {UNSET}, a value that is still missing. Set it")
         if origin in (typing.Union, types.UnionType):
             return self.union(inner, value, key)
         if origin is typing.Literal:

@@ -63,7 +63,7 @@ class CheckpointConfig(Section):
     """Leave weights that are never trained out of checkpoints. See docs/frozen.md#small-checkpoints."""
     asynchronous: bool | Literal["auto"] = "auto"
     """Train on while a checkpoint is written: `true`, `false`, or `auto` (if host memory allows). See
-    docs/checkpoints.md#while-training-goes-on."""
+    docs/checkpoints.md#saving-while-training."""
     keep: int = key(3, at_least=0)
     """Newest checkpoints to keep; 0: all."""
     keep_every: int = key(0, at_least=0)

@@ -26,7 +26,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json
 
 @dataclass
 class VideoConfig(Section):
-    """Number of images of a video: the middle frame of each of so many equal parts. See docs/data.md#videos."""
+    """Images of a video: the middle frames of equal parts of its length. See docs/data.md#videos."""
 
     frames_per_second: float = key(1.0, above=0, at_most=1000)
     """Frames per second; at least one of a video."""

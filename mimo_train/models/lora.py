@@ -239,7 +239,7 @@ class Adaptable:
             state[prefix + name] = stored[f"{prefix}{number}{name}"]
             sections = self.linear.sections_of(projection)
             if dim == 0 and len(sections) > 1:
-                # A rank has a part of each, as of the weight (mlp.py:371).
+                # A rank has a part of each, as it has of the weight (mlp.py:371).
                 sizes = [size // self.tp_group.size() for size in sections]
                 names = [str(section) for section in range(len(sizes))]
                 state[prefix + name] = _split_tensor_factory(state[prefix + name], sizes, names, 0)

@@ -140,7 +140,7 @@ _PATIENCE = 20.0
 
 class StopFlag:
     """A flag in the rendezvous store, over its own connection, because that of the process groups may be waiting. The
-    connection opens at the first use. If the store does not answer, no rank is told."""
+    connection opens at the first use. If the store does not answer, no rank is notified."""
 
     def __init__(self, store: dist.Store):
         self._store: dist.Store | None = store

@@ -311,8 +311,8 @@ _REMEDY = (
 def recorded_config(folder: Place, *, trust_code: bool, weights: bool = False) -> ConfigContainer:
     """Return the config in a checkpoint's record, without callbacks, forward step and removed keys.
 
-    Models of the Hugging Face hub are downloaded again if they are missing. If that fails, it goes on as without their
-    folders, after a notice.
+    Models of the Hugging Face hub are downloaded again if they are missing. If that fails, a notice says so, and
+    their folders count as missing.
 
     Args:
         trust_code: True to import encoders that it names by path.

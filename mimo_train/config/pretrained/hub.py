@@ -270,7 +270,7 @@ def located(text: str, key: str) -> str:
 
 
 def _snapshot(text: str, recorded: str, key: str) -> Snapshot:
-    """Return the commit that a name stands for, or that the run has recorded for it."""
+    """Return the commit of a name, which the run may have recorded."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 

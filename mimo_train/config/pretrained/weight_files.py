@@ -45,7 +45,7 @@ def packed_stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str,
 
 
 def unpacked_shape(blocks: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the shape that `transformers` gives such a stack, whose matrices are transposed."""
+    """Return the shape of the stack in `transformers`, whose matrices are transposed."""
     matrices, rows, count, size = blocks
     return matrices, 2 * count * size, rows
 

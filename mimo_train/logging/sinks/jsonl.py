@@ -114,7 +114,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:
                 if not raw.endswith(b"\n"):
                     return
                 raise UserError(
-                    f"{path}, line {number}, is not a line of metrics ({reason}): remove this line to go on"
+                    f"{path}, line {number}, is not a line of metrics ({reason}). Remove this line to continue"
                 )
             yield raw, line
 

@@ -118,9 +118,7 @@ def test_what_is_set_aside_is_no_checkpoint_and_stays(tmp_path):
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
     renamed = saved(tmp_path, 3).rename(folders.step_folder(tmp_path, 9))
-    with pytest.raises(
-        UserError, match=f"{renamed} is damaged: it is named as of step 9, and its run.json is of step 3"
-    ):
+    with pytest.raises(UserError, match=f"{renamed} is damaged: its name has step 9, and its run.json step 3"):
         folders.read_record(renamed)
     kept = renamed.rename(tmp_path / "best")
     assert folders.read_record(kept)["step"] == 3
