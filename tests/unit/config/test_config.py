@@ -254,7 +254,7 @@ def test_wrong_types_are_faults_with_key_and_value(override, key, said):
             "encoder",
             "requires its place in the config. Write encoder@modules",
         ),
-        ("data.shards=???", "data.shards", "is ???, which stands for a value"),
+        ("data.shards=???", "data.shards", "is ???, a value that is still missing"),
         ("optim=[]", "optim", "picks one file of the group optim, is []"),
         ("optim=", "optim", "is empty. Name one"),
         ("modules.images.encoder.family=[a]", "modules.images.encoder.family", "the name of a family, is ['a']"),
