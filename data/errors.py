@@ -56,7 +56,7 @@ class NotDownloaded(NothingToLearn):
 
 
 class SeveralAnswers(RecordError):
-    """A record with loss in several places, for a model whose tokens before an answer see each other."""
+    """A record with several answers, for a model whose tokens before an answer see each other."""
 
     remedy = "give each answer its own record, or exclude the earlier ones from the loss"
 

@@ -198,7 +198,7 @@ def positions(path: str, ids: Sequence[int], kinds: Sequence[int], sizes: Mappin
         path: directory of the model.
         ids: tokens of a text.
         kinds: 1 for tokens that features of an image replace, else 0.
-        sizes: tensors of the processor about the sizes of images and audio.
+        sizes: tensors of the processor with the sizes of images and audio, by name.
     """
     owner = _of_positions(path)
     options = {"input_ids": torch.tensor([ids]), **sizes}
@@ -291,8 +291,8 @@ def output_of(model: PreTrainedModel) -> torch.nn.Module | None:
 
 
 def per_layer_inputs(model: PreTrainedModel, ids_BS: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the input of a model that gives each layer something of each token, as it computes that of `input_ids`;
-    empty for other models."""
+    """Return the `per_layer_inputs` of a model whose layers have embeddings of their own (Gemma 3n, Gemma 4), as it
+    computes them from `input_ids`; empty for other models."""
     decoder, config = model.get_decoder(), model.config
     takes = "per_layer_inputs" in inspect.signature(model.forward).parameters
     if not takes or not decoder.config.hidden_size_per_layer_input:

@@ -20,7 +20,7 @@ FRAMES = "feature_attention_mask"
 SIZES = 2**16
 """Sizes whose text is kept."""
 TRIED = (64, 64), (336, 672)
-"""Sizes of images whose numbers in a sample are tried."""
+"""Sizes of images (height, width) with which the text of numbered images is tried."""
 VOXTRAL_FRAMES = 8
 """Frames of audio that a token of Voxtral stands for."""
 SIZE_TENSORS = "image_grid_thw", "target_sizes"
@@ -123,7 +123,7 @@ class MediaProcessor:
         return None if grid is None else tuple(grid[0].tolist())
 
     def sizes(self, height: int, width: int) -> dict[str, torch.Tensor]:
-        """Return the tensors about the size of an image that the model gets."""
+        """Return the tensors with the size of an image that the model gets, by name."""
         return self._of_image(height, width)[1]
 
     def grid(self, height: int, width: int) -> tuple[int, int] | None:

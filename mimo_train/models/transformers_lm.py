@@ -114,8 +114,8 @@ class TransformersLanguageModel(MegatronModule):
         Args:
             position_ids: [B, S]; they restart in each document of a packed row, B 1.
             attention_mask: what `mask_of` returns; None: causal attention.
-            decoder_input: embeddings [S, B, H] with the features of media, instead of `input_ids`, which `embedding`
-                had just before.
+            decoder_input: embeddings [S, B, H] with the features of media, instead of `input_ids`; the last call of
+                `embedding` had their tokens.
             packed_seq_params: not None for a packed row.
             inference_context: cache of the tokens before, which `position_ids` may include.
 
