@@ -228,7 +228,8 @@ def _error(source: Source, settings: Settings, samples: int, faults: Sequence[st
     """Return why nothing can be written; "" if it can."""
     total, shown = samples + len(faults), listed(faults, SHOWN_FAULTS, between="\n", before_more="\n")
     if faults and not samples and unknown == len(faults):
-        shown += "\nNo record has a name that says what it is: give it with --columns, such as caption=COLUMN"
+        shown += "\nNo record has a name that says what it is: give it with --columns, such as caption=COLUMN or "
+        shown += "question=COLUMN answer=COLUMN"
     bad = f"{len(faults)} of {total} records of {source} cannot be used"
     if faults and not settings.skip_bad:
         return f"{bad}; nothing was written. Mend them, or leave them out with --skip-bad:\n{shown}"

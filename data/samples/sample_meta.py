@@ -173,7 +173,8 @@ class SampleTable:
                     tokens[self._modules[number].module].append(count)
         needed = sum(map(sum, tokens.values()))
         if needed > self._sequence_length:
-            return {}, f"its media alone need {needed} tokens, but data.sequence_length is {self._sequence_length}"
+            bound = f"data.sequence_length is {self._sequence_length}"
+            return {}, f"its media alone need {needed} tokens, but {bound}. Raise it, or use smaller media"
         return tokens, None
 
     def step(

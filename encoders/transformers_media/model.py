@@ -169,15 +169,20 @@ class MediaHalf(torch.nn.Module):
         self.is_verified, is_training = True, self.training
         self.eval()
         group = next(group for group in groups if len(group) > 1)[:2]
-        together = self._features([items[at] for at in group])
         alone = torch.cat([self._features([items[at]]) for at in group])
+        try:
+            together = self._features([items[at] for at in group])
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, EncoderError):  # the first dimension is no batch, as in MiniCPM-V 4.6
+            together = torch.full_like(alone, torch.nan)
         self.train(is_training)
         bound = TOLERANCE[together.dtype] * float(alone.abs().max())
         if float((together - alone).abs().max()) <= bound:
             return groups
         self.batches = False
         warnings.warn(
-            f"{type(self.model).__name__} gives other features for items in a batch than alone: items go one by one",
+            f"{type(self.model).__name__} cannot compute several items as a batch, so it computes them one by one",
             stacklevel=2,
         )
         return [[at] for at in range(len(items))]

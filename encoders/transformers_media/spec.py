@@ -1,5 +1,6 @@
 """Sizes of encoders of `transformers`, from their directories: the image or audio side of a model."""
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -114,7 +115,10 @@ class AudioItems(ProcessorSpec):
     def faults(self) -> list[tuple[str, str]]:
         faults = super().faults()
         if not faults and self.processor().cuts(self.max_seconds):
-            text = f"is {self.max_seconds:g}, but the feature extractor cuts audio of this length. Lower it"
+            text = f"is {self.max_seconds:g}, but the feature extractor cuts audio of this length. "
+            # The seconds that it cuts are all those above a bound.
+            most = bisect(range(1, int(self.max_seconds) + 1), False, key=self.processor().cuts)
+            text += f"Set it to {most}" if most else "Lower it"
             faults.append(("max_seconds", text))
         return faults
 

@@ -1,4 +1,5 @@
-"""The text of images is that of the processor for any number of images of any sizes, wherever it is known from."""
+"""The text of images is that of the processor for any number of images of any sizes, wherever it is known from. Its
+features in a batch are those of the image alone."""
 
 import json
 
@@ -29,13 +30,14 @@ QUESTIONS = [
 """Parts of questions: texts, and images as (height, width)."""
 
 
-def test_texts_of_images_are_those_of_the_processor(tmp_path):
+def test_texts_and_features_of_images(tmp_path):
     assert run_ranks(_compared, 1, tmp_path) == [[*KINDS]]
 
 
 def _compared(folder):
     for kind in KINDS:
         _compare(kind, folder / kind)
+        _compare_features(folder / kind)
     return [*KINDS]
 
 
@@ -98,3 +100,18 @@ def _positions(folder, batch):
     found = model.get_rope_index(**{name: batch[name] for name in names})[0][:, 0]
     assert (found[1] != found[2]).any()
     return found
+
+
+def _compare_features(folder):
+    from encoders.transformers_media.model import MediaHalf
+
+    spec = composed(folder, "image").modules["images"].encoder
+    processor, half = spec.processor(), MediaHalf(spec).eval()
+    colours = torch.Generator().manual_seed(1)
+    items = [
+        processor.read(torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=colours))
+        for size in (SMALL, MIDDLE, SMALL, MIDDLE)
+    ]
+    with torch.no_grad():
+        alone = torch.cat([half([item]) for item in items])
+        torch.testing.assert_close(half(items), alone, rtol=0, atol=1e-5 * float(alone.abs().max()))

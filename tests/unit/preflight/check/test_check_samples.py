@@ -81,7 +81,7 @@ def test_images_that_do_not_fit_into_a_sequence(capsys):
     path = shard(Path("a.tar"), *sound(), *seven)
     code, _, faults = run(capsys, *on(path))
     assert code == 1
-    assert f"{path}, key k: its media alone need 112 tokens, but data.sequence_length is 96" in faults[0]
+    assert f"{path}, key k: its media alone need 112 tokens, but data.sequence_length is 96. Raise it" in faults[0]
 
 
 def test_one_image_that_does_not_fit_is_a_fault_without_data(capsys):
