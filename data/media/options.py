@@ -71,14 +71,17 @@ Colour = tuple[int, int, int]
 WHITE: Colour = (255, 255, 255)
 """RGB of the default background."""
 
-_NAMED: dict[str, Colour | None] = {"white": WHITE, "black": (0, 0, 0), "grey": (128, 128, 128), "none": None}
+COLOURS: dict[str, Colour | None] = {"white": WHITE, "black": (0, 0, 0), "grey": (128, 128, 128), "none": None}
+
+
+def is_colour(text: str) -> bool:
+    """True for a name in COLOURS, or #RRGGBB."""
+    return text in COLOURS or bool(re.fullmatch(r"#[0-9a-fA-F]{6}", text))
 
 
 def colour_of(text: str) -> Colour | None:
-    """Return the colour of `data.background`; None ignores transparency. Raises ValueError."""
-    if text in _NAMED:
-        return _NAMED[text]
-    if not re.fullmatch(r"#[0-9a-fA-F]{6}", text):
-        raise ValueError(f"must be {', '.join(_NAMED)} or #RRGGBB, is {text!r}")
+    """Return the colour of a `data.background` that `is_colour`; None ignores transparency."""
+    if text in COLOURS:
+        return COLOURS[text]
     red, green, blue = bytes.fromhex(text[1:])
     return red, green, blue

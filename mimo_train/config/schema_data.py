@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.media.options import BOUNDS, colour_of
+from data.media.options import BOUNDS, COLOURS, is_colour
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.paths import demo_faults
@@ -174,11 +174,9 @@ class DataConfig(Section):
             yield Fault(
                 "data.shuffle_block", f"is {self.shuffle_block}, but data.shuffle is false. Set only one of them"
             )
-        if are_sound("background"):
-            try:
-                colour_of(self.background)
-            except ValueError as error:
-                yield Fault("data.background", str(error))
+        if are_sound("background") and not is_colour(self.background):
+            text = f"must be {', '.join(COLOURS)} or #RRGGBB, is {self.background!r}"
+            yield Fault("data.background", text)
         if are_sound("fields"):
             yield from fields_faults(self.fields, "data.fields")
         if not are_sound("demo", "shards", "validation_shards"):
