@@ -19,6 +19,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.evaluation.generation.source import load_model, on_one_process
 from mimo_train.hf.adapters import is_base, module_adapters
+from mimo_train.hf.directory import write_run_tokenizer
 from mimo_train.hf.documents import Document, separate
 from mimo_train.hf.export import Stored, write_document
 from mimo_train.hf.joined import llava
@@ -118,6 +119,8 @@ def export(
         task = "CAUSAL_LM" if LANGUAGE in document.modules else "FEATURE_EXTRACTION"
         name, revision = (base_model, "") if base_model else named_in_hub(base)
         write_adapters(place, own_adapters, base_model=name, revision=revision, task_type=task)
+        if document.has_other_texts and base == document.source:  # as readers of adapters look for them
+            write_run_tokenizer(run.cfg, built.tokenizer, place)
         names = " and ".join(part.module for part in own_adapters)
         written.append(Exported(place, f"adapters of {names} for peft, next to {base}"))
     return written, reason

@@ -36,7 +36,7 @@ from mimo_train.hf.fill import Reader
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.inputs.datasets import has_another_tokenizer
+from mimo_train.inputs.datasets import has_another_template, has_another_tokenizer
 
 OWN = "mimo_train"
 """Key in config.json of a part that has no class in `transformers`."""
@@ -111,6 +111,8 @@ class Document:
     """Parts as they are in the source directory."""
     is_plain: bool = False
     """True if `transformers` has no class for it."""
+    has_other_texts: bool = False
+    """True if the run's tokenizer or chat template is not that of the source directory."""
 
     @property
     def modules(self) -> list[str]:
@@ -169,12 +171,12 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
     is_composite, composite = composite_of(directory) is not None, composite_of(directory) or Composite("")
     if LANGUAGE in names:
         config = composite.with_vocabulary(config, cfg.llm.vocab_size)
-    write_files = partial(copy_files, source)
-    if LANGUAGE in names and has_another_tokenizer(directory, cfg, tokenizer):
-        if is_composite:
-            raise _another_tokenizer(cfg, source)
+    other = LANGUAGE in names and has_another_tokenizer(directory, cfg, tokenizer)
+    if other and is_composite:
+        raise _another_tokenizer(cfg, source)
+    has_other_texts = other or LANGUAGE in names and has_another_template(directory, tokenizer)
+    if other:
         config = config | special_ids(tokenizer)
-        write_files = partial(_write_with_tokenizer, source, cfg, tokenizer)
     # transformers 5's spelling of names in memory is the last one of a map.
     loaded = {part.begins: part.weights.prefixes[-1] for part in parts}
     if composite.encoder_loaded is not None:
@@ -188,18 +190,29 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
             for part, reader in zip(parts, readers, strict=True)
         ],
         [carried_tensor(folder, name, new) for name, new in carried.items()],
-        write_files=write_files,
+        write_files=_files_writer(source, cfg, tokenizer, other=other, has_other_texts=has_other_texts),
         source=source,
         sources=parts,
+        has_other_texts=has_other_texts,
     )
 
 
-def _write_with_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
-    copy_files(source, to)
-    for pattern in TOKENIZER_FILES:  # the directory's own files
-        for file in to.glob(pattern):
-            file.unlink()
-    _write_tokenizer(cfg, tokenizer, to)
+def _files_writer(
+    source: Path, cfg: ConfigContainer, tokenizer: Tokenizer, *, other: bool, has_other_texts: bool
+) -> Callable[[Path], None]:
+    """Return what copies the files of a directory, with the run's tokenizer or chat template if it has others."""
+
+    def write_files(to: Path) -> None:
+        copy_files(source, to)
+        for pattern in TOKENIZER_FILES if other else ("chat_template*",) if has_other_texts else ():
+            for file in to.glob(pattern):
+                file.unlink()
+        if other:
+            _write_tokenizer(cfg, tokenizer, to)
+        elif has_other_texts:
+            write_run_tokenizer(cfg, tokenizer, to)
+
+    return write_files
 
 
 def carried_tensor(folder: TensorFolder, name: str, to: str) -> Extra:
@@ -284,9 +297,12 @@ def _with_language_as_is(cfg: ConfigContainer, tokenizer: Tokenizer, documents: 
     other = has_another_tokenizer(directory, cfg, tokenizer)
     if composite is not None and other:
         raise _another_tokenizer(cfg, source)
-    copy = partial(_write_with_tokenizer, source, cfg, tokenizer) if other else partial(copy_files, source)
+    has_other_texts = other or has_another_template(directory, tokenizer)
+    write = _files_writer(source, cfg, tokenizer, other=other, has_other_texts=has_other_texts)
     config = _with_rows(directory.config, cfg) | (special_ids(tokenizer) if other else {})
-    document = Document(LANGUAGE, text, config, whole=whole, write_files=copy, source=source)
+    document = Document(
+        LANGUAGE, text, config, whole=whole, write_files=write, source=source, has_other_texts=has_other_texts
+    )
     if composite is None:
         return [*documents, document]
     from encoders.transformers_media.tensors import structure_of  # imports transformers
