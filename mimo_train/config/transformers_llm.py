@@ -219,9 +219,13 @@ def _hf_config(text: str) -> Any:
         decoded = PreTrainedConfig._decode_special_floats(config)  # infinity
         if kind == "rwkv":  # divides its weights in evaluation, against overflows of fp16
             decoded["rescale_every"] = 0
-        return CONFIG_MAPPING[kind].from_dict(decoded)
+        read = CONFIG_MAPPING[kind].from_dict(decoded)
     except Exception as error:  # whatever a class raises for values that it does not accept
         raise Unsupported(f"transformers cannot read it: {' '.join(str(error).split())}. Correct the key") from error
+    if any(part.is_encoder_decoder for part in (read, getattr(read, "text_config", read))):
+        names = ", ".join(config.get("architectures") or [kind])
+        raise Unsupported(f"{names} has an encoder and a decoder of text, which is not supported. Choose another model")
+    return read
 
 
 def transformers_config(model_config: Mapping[str, Any]) -> Any:

@@ -206,3 +206,10 @@ def test_rows_of_a_vocabulary_are_all_that_an_export_changes(of_all, tmp_path):
     assert directory.with_vocabulary(config, 32) == config
     rows = {"vocab_size": 40}
     assert directory.with_vocabulary(config, 40) == {**config, **(of_all and rows), "text_config": text | rows}
+
+
+def test_a_model_with_an_encoder_and_a_decoder_of_text_is_named(tmp_path):
+    config = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="BartForConditionalGeneration has an encoder and a decoder of text"):
+        load("gpt_tiny", [f"modules.language.pretrained={tmp_path}", "data.tokenizer=bytes"])
