@@ -16,6 +16,8 @@ from mimo_train.config.parts import LANGUAGE
 
 PROBED = 8
 """Positions whose logits are compared; a text has at least twice as many tokens."""
+USED = 512
+"""Most tokens of the text whose logits must depend on a parameter. DeepSeek V4 joins up to 128 tokens as one."""
 ROUNDING = {torch.float32: 1e-5}
 """Largest change of logits by rounding, relative to the largest; 4e-3 in half precision. Experts get other batches."""
 
@@ -37,10 +39,12 @@ class Probe:
     def unused(self) -> list[str]:
         """Return the names of trained parameters on which no logit depends, such as those of sparse indexers, by the
         graph of a forward pass. Experts count as used: which ones are depends on the tokens."""
-        was_training = self._model.training
+        was_training, device = self._model.training, self._model.get_input_embeddings().weight.device
         self._model.eval()
-        ids_BS = torch.arange(PROBED, device=self._model.get_input_embeddings().weight.device)[None]
-        waiting, seen, used = [self._model(input_ids=ids_BS, use_cache=False).logits.grad_fn], set[Any](), set[int]()
+        places = torch.arange(min(self._longest or 2 * PROBED, USED), device=device)
+        with only_at(self._model, places[-PROBED:], len(places)):
+            logits = self._model(input_ids=(places % self._vocab_size)[None], use_cache=False).logits
+        waiting, seen, used = [logits.grad_fn], set[Any](), set[int]()
         self._model.train(was_training)
         while waiting:
             node = waiting.pop()
