@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
+from data.errors import DataError
 from data.text.tokenizer_directory import make_readable_by_version_4, write_tokenizer
-from data.text.tokens import Tokenizer
+from data.text.tokens import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import MODEL
 from mimo_train.inputs.datasets import placeholders_of
@@ -110,6 +112,19 @@ def _complete_processor(source: Path, to: Path) -> None:
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file."""
     file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def has_another_template(directory: Directory, tokenizer: Tokenizer) -> bool:
+    """True if the files of a pretrained model have another chat template than the run, or no tokenizer."""
+    if not (directory.has_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer)):
+        return True
+    try:
+        theirs = build_tokenizer(str(directory.folder), [])
+    except DataError:  # of the template too
+        return True
+    assert isinstance(theirs, HuggingFaceTokenizer)
+    is_chosen = tokenizer.template.is_own and not tokenizer.uses_its_template
+    return is_chosen or bool(tokenizer.template_variables) or tokenizer.template_sources != theirs.template_sources
 
 
 def write_run_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:

@@ -31,12 +31,12 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import MODEL, TEXT_PARTS, TransformersLlm, class_of, transformers_config
 from mimo_train.families.config_json import language_config_json, model_types
 from mimo_train.families.weights import language_map
-from mimo_train.hf.directory import copy_files, hub_names, write_json, write_run_tokenizer
+from mimo_train.hf.directory import copy_files, has_another_template, hub_names, write_json, write_run_tokenizer
 from mimo_train.hf.fill import Reader
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
 from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.inputs.datasets import has_another_template, has_another_tokenizer
+from mimo_train.inputs.datasets import has_another_tokenizer
 
 OWN = "mimo_train"
 """Key in config.json of a part that has no class in `transformers`."""
@@ -290,8 +290,9 @@ def _with_language_as_is(cfg: ConfigContainer, tokenizer: Tokenizer, documents: 
     text = f"{LANGUAGE} ({model_config['model_type']})"
     if not module.pretrained:
         config = {"architectures": [class_of(transformers_config(model_config)).__name__], **model_config}
-        write = partial(_write_tokenizer, cfg, tokenizer)
-        return [*documents, Document(LANGUAGE, text, _with_rows(config, cfg), whole=whole, write_files=write)]
+        new = Document(LANGUAGE, text, _with_rows(config, cfg), whole=whole)
+        new.write_files = partial(_write_tokenizer, cfg, tokenizer)
+        return [*documents, new]
     directory = read_directory(module.pretrained, f"modules.{LANGUAGE}.pretrained")
     source, composite = directory.folder, composite_of(directory)
     other = has_another_tokenizer(directory, cfg, tokenizer)

@@ -122,21 +122,6 @@ def has_another_tokenizer(directory: Directory, cfg: ConfigContainer, tokenizer:
     return theirs.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
 
 
-def has_another_template(directory: Directory, tokenizer: Tokenizer) -> bool:
-    """True if the files of a pretrained model have another chat template than the run, or no tokenizer."""
-    from data.text.tokens import HuggingFaceTokenizer, build_tokenizer
-
-    if not (directory.has_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer)):
-        return True
-    try:
-        theirs = build_tokenizer(str(directory.folder), [])
-    except DataError:  # of the template too
-        return True
-    assert isinstance(theirs, HuggingFaceTokenizer)
-    is_chosen = tokenizer.template.is_own and not tokenizer.uses_its_template
-    return is_chosen or bool(tokenizer.template_variables) or tokenizer.template_sources != theirs.template_sources
-
-
 def bounds_of(cfg: ConfigContainer) -> Bounds:
     """Return `data.bounds` in the form of the data path."""
     return Bounds(**asdict(cfg.data.bounds))
