@@ -269,7 +269,8 @@ def _with_peft(models: Path, root: Path, checkpoints: dict[str, str]) -> dict[st
         code, said = command(["export", checkpoint, "--to", str(root / kind)])
         assert code == 0, said
         files = sorted(path.name for path in (root / kind).iterdir())
-        assert files == ["adapter_config.json", "adapter_model.safetensors"], files
+        tokenizer = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]  # which the base lacks
+        assert files == ["adapter_config.json", "adapter_model.safetensors", *tokenizer], files
         model = transformers.AutoModelForCausalLM.from_pretrained(models / kind)
         with torch.no_grad():
             base = model(input_ids=torch.tensor([PROMPT])).logits.numpy()
