@@ -47,7 +47,7 @@ it; a prefix is seen whole."""
 THINKER = "thinker_config"
 """Key of the model that reads and writes text, in the config.json of a model that speaks too."""
 
-WORDS = {"image": ("image", "vision", "visual"), "audio": ("audio", "sound", "speech")}
+WORDS = {"image": ("image", "vision", "visual", "multi_modal"), "audio": ("audio", "sound", "speech")}
 """Words in the names of modules of one kind of media. Checked against all models of several kinds in transformers
 5.23."""
 

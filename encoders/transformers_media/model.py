@@ -5,6 +5,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -39,8 +40,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 def media_half(config: PretrainedConfig, kind: str) -> PreTrainedModel:
     """Return the media half for a kind of media with random weights, in float32 on the CPU. The other parts of
     the model are never in memory. Buffers that no file has, such as rotary frequencies, get their values."""
-    model = without_language(skeleton(config), kind).to_empty(device="cpu")
+    model = skeleton(config)
+    norm = getattr(model.get_input_embeddings(), "embed_norm", None)
+    model = without_language(model, kind).to_empty(device="cpu")
     model.initialize_weights()
+    if norm is not None and not list(norm.parameters()):  # Muse Spark, whose audio takes it without weights
+        model.base_model.get_input_embeddings = lambda: SimpleNamespace(embed_norm=norm)
     return cast(PreTrainedModel, model.float())
 
 
@@ -127,6 +132,8 @@ class MediaHalf(torch.nn.Module):
         output = getters(self.model, self.kind)[0](**inputs, return_dict=True)
         if projects_in_forward(type(self.model)):
             return cast(torch.Tensor, self.model.multi_modal_projector(_rows(output.last_hidden_state)))
+        if self.kind == "audio" and output.get("attention_mask") is not None:  # Gemma 4, whose rows are padded
+            return cast(torch.Tensor, output.pooler_output[output.attention_mask.bool()])
         if not self.deepstack:
             return _rows(output.pooler_output)
         if output.get("pooler_output") is None:  # Granite 4 Vision, whose levels are (layer, features)

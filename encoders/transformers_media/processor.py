@@ -1,6 +1,7 @@
 """The processor of a directory of `transformers`: the text that an image or audio item becomes, and the tensors that
 the model gets of it. Text is known from sizes alone: the processor runs once on an empty item of each size."""
 
+import inspect
 import math
 import re
 from bisect import bisect_left
@@ -70,8 +71,11 @@ class MediaProcessor:
         self.pad_token = str(tokenizer.convert_ids_to_tokens(pad))
         self.identity = f"{type(processor).__name__} {__version__} {processor.to_json_string()} {pad}"
         options = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
-        self._options = options["images_kwargs" if kind == "image" else "audio_kwargs"] | {"return_tensors": "pt"}
+        of_kind = options["images_kwargs" if kind == "image" else "audio_kwargs"]
+        self._options = of_kind | {"return_tensors": "pt"}
         if kind == "audio":
+            # Keys of the tokenizer that are null would replace the defaults of Gemma 4's extractor.
+            self._options = {key: value for key, value in self._options.items() if value is not None}
             self._options["sampling_rate"] = self.sample_rate
         elif "use_image_special_tokens" in options:  # LFM2-VL
             self._options["use_image_special_tokens"] = options["use_image_special_tokens"]
@@ -183,6 +187,8 @@ class MediaProcessor:
         process = self._processor._process_images if self.kind == "image" else self._processor._process_audio
         if hasattr(self._processor, "_retrieve_input_features"):
             process = partial(_voxtral, self._processor)
+        elif "audio_kwargs" in inspect.signature(process).parameters:
+            process = partial(_nemotron, self._processor)
         inputs, texts = process([[item]] if self.kind == "image" else [item.numpy()], **self._options)
         return inputs, texts[0]
 
@@ -310,6 +316,13 @@ def _voxtral(processor: Any, audio: list[Any], **options: Any) -> tuple[dict[str
     frames = processor._retrieve_input_features(audio, **options)
     tokens = frames.size(0) * frames.size(2) // VOXTRAL_FRAMES
     return {"input_features": frames}, [f"[BEGIN_AUDIO]{processor.audio_token * tokens}"]
+
+
+def _nemotron(processor: Any, audio: list[Any], **options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the tensors of audio and its text as the processor of Nemotron Omni does in its `__call__`."""
+    features, mask, tokens = processor._process_audio(audio, options)
+    inputs = {"input_features": features, "input_features_mask": mask}
+    return inputs, [processor.replace_audio_token({"num_tokens": tokens}, 0)]
 
 
 def silence_and_tone(length: int, rate: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -159,7 +159,8 @@ class Structure(Tensors):
 
     def is_media(self, file: str) -> bool:
         """True if a tensor of the directory belongs to the media half."""
-        return self._renamed(file)[0] in {*self.shapes, *self._buffers}
+        name = self._renamed(file)[0]
+        return name in {*self.shapes, *self._buffers} or name.endswith(".num_batches_tracked")
 
     def language_names(self, files: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """Return the prefixes (of the language model alone, in a directory with the names `files`) of its layers, its

@@ -127,7 +127,9 @@ def require_no_others(matched: Sequence[tuple[Part, MatchedPart]]) -> None:
     """
     for path in dict.fromkeys(part.folder for part, _ in matched):
         of_folder = [(part, names) for part, names in matched if part.folder == path]
-        is_whole = all(part.is_whole for part, _ in of_folder) or len({part.module for part, _ in of_folder}) > 1
+        # A language model as it is has read its own.
+        modules = {part.module for part, _ in of_folder}
+        is_whole = all(part.is_whole for part, _ in of_folder) or (LANGUAGE in modules and len(modules) > 1)
         begins = ("",) if is_whole else tuple(name for part, names in of_folder for name in _begins(part, names))
         require_all_used([names for _, names in of_folder], of_folder[0][0].key, begins=begins)
 

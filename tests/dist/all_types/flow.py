@@ -20,6 +20,11 @@ SAMPLES: list[tuple[list[Any], str]] = [
 """Parts of the question, images as (height, width), and the answer."""
 CLIPS: list[tuple[list[Any], str]] = [([(9000,), "what is said?"], "one two"), SAMPLES[1]]
 """As SAMPLES, audio as (samples,)."""
+BOTH: list[tuple[list[Any], str]] = [
+    (["what is ", (70, 90), " and what says ", (9000,), " of ", (9000,), "?"], "a small wall, and a long one"),
+    SAMPLES[1],
+]
+"""Images and audio."""
 TEXTS = [SAMPLES[1], (["read it from left to right"], "1 2 3")]
 VOCABULARY = 320
 """Rows of language models alone, for bytes."""
@@ -46,15 +51,17 @@ class Outcome(NamedTuple):
 
 
 def samples_of(medium: str) -> list[tuple[list[Any], str]]:
-    return {"image": SAMPLES, "audio": CLIPS}.get(medium, TEXTS)
+    return {"image": SAMPLES, "audio": CLIPS, "both": BOTH}.get(medium, TEXTS)
 
 
 def make(kind: str, folder: Path) -> str:
-    """Save a tiny model as `folder`/model and samples as `folder`/samples.tar; return the kind of its media, or ""."""
+    """Save a tiny model as `folder`/model and samples as `folder`/samples.tar; return the kind of its media, "both" for
+    images and audio, or ""."""
     import torch
     import transformers
     from transformers.models.whisper.modeling_whisper import sinusoids
 
+    from encoders.transformers_media.directory import kinds_of
     from mimo_train.config.transformers_llm import causal_classes
 
     medium, processor = "", None
@@ -62,10 +69,11 @@ def make(kind: str, folder: Path) -> str:
         built = getattr(transformers, _of_parts()[kind])
         config = tiny_config(kind)
         processor = processors.tiny_processor(kind, config)
-        medium = "image" if hasattr(processor, "image_processor") else "audio"
-        processors.set_template(processor, kind, [medium])
+        media = kinds_of(getattr(config, "thinker_config", config))
+        medium = "both" if len(media) > 1 else media[0]
+        processors.set_template(processor, kind, media)
         config = tiny_config(kind, lambda values: _fit(values, processor, kind))
-        if medium == "image":
+        if medium != "audio":
             _set_image_size(config, processor, kind)
     else:
         built = getattr(transformers, causal_classes()[kind])
@@ -86,13 +94,13 @@ def make(kind: str, folder: Path) -> str:
         torch.save({}, folder / "model" / "spk_dict.pt")  # of voices
     if processor is not None:
         processor.save_pretrained(folder / "model")
-    rate = processor._audio_processor.sampling_rate if medium == "audio" else 0
+    rate = processor._audio_processor.sampling_rate if medium in ("audio", "both") else 0
     members: list[tuple[str, bytes]] = []
     for number, (parts, answer) in enumerate(samples_of(medium)):
         messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
         members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
         for at, part in enumerate(part for part in parts if isinstance(part, tuple)):
-            members.append((f"{number}.{at}.{'wav' if medium == 'audio' else 'png'}", file_of(part, rate)))
+            members.append((f"{number}.{at}.{'wav' if len(part) == 1 else 'png'}", file_of(part, rate)))
     write_tar(folder / "samples.tar", members)
     return medium
 
@@ -148,7 +156,9 @@ def composed(folder: Path, medium: str, *overrides: str) -> Any:
         values["data.tokenizer"] = "bytes"
     if medium == "audio":
         values["modules.images.encoder.max_seconds"] = 2
-    name = "vlm_digits" if medium else "gpt_tiny"
+    if medium == "both":
+        values["modules.audio.encoder.max_seconds"] = 2
+    name = {"": "gpt_tiny", "both": "mixed_tiny"}.get(medium, "vlm_digits")
     return load(name, [*(f"{key}={value}" for key, value in values.items()), *overrides])
 
 
@@ -156,12 +166,14 @@ def _length(cfg: Any, medium: str) -> str:
     """Return an override: the shortest length of samples that holds those here and the largest image."""
     if not medium:
         return "data.sequence_length=64"
-    encoder, merge = cfg.modules["images"].encoder, cfg.modules["images"].projector.merge
-    sizes = [
-        part if medium == "image" else (*part, 16000) for part in samples_of(medium)[0][0] if isinstance(part, tuple)
-    ]
-    tokens = sum(encoder.num_tokens(*size, merge=merge) for size in sizes) * 3 // 2 + 300  # with separators
-    return f"data.sequence_length={max(tokens, encoder.most_tokens(merge) + 8)}"
+    encoders = {name: module.encoder for name, module in cfg.modules.items() if name != "language"}
+    merge = cfg.modules["images"].projector.merge
+    tokens = 300
+    for part in (part for part in samples_of(medium)[0][0] if isinstance(part, tuple)):
+        encoder = encoders["audio" if medium == "both" and len(part) == 1 else "images"]
+        size = part if len(part) == 2 else (*part, 16000)
+        tokens += encoder.num_tokens(*size, merge=merge) * 3 // 2  # with separators
+    return f"data.sequence_length={max(tokens, *(encoder.most_tokens(merge) + 8 for encoder in encoders.values()))}"
 
 
 def outcome(kind: str, folder: Path) -> Outcome | str:
@@ -212,8 +224,11 @@ def outcome(kind: str, folder: Path) -> Outcome | str:
     for number, batch in enumerate(_inputs(folder / "out", medium, ids)):
         length = batch["input_ids"].size(1)
         alike.append(batch["input_ids"][0].tolist() == ids[number][:length].tolist())
-        known = {*inspect.signature(model.forward).parameters, *(["mm_token_type_ids"] if medium == "image" else [])}
-        if medium == "image":  # some processors give none
+        known = {
+            *inspect.signature(model.forward).parameters,
+            *(["mm_token_type_ids"] if medium in ("image", "both") else []),
+        }
+        if medium in ("image", "both"):  # some processors give none
             batch.setdefault("mm_token_type_ids", (batch["input_ids"] == model.config.image_token_id).long())
         with torch.no_grad():
             batch = {name: _as_float(value) for name, value in batch.items() if name in known}
@@ -263,8 +278,12 @@ def _inputs(folder: Path, medium: str, ids: list[Any]) -> list[dict[str, Any]]:
         prompt = renderer.apply_chat_template(
             [{"role": "user", "content": content(parts)}], add_generation_prompt=True, tokenize=False
         )
-        media = [clip(*part) if len(part) == 1 else image(*part) for part in parts if isinstance(part, tuple)]
-        options = {"images": [media]} if medium == "image" else {"audio": media}
+        images = [image(*part) for part in parts if len(part) == 2 and isinstance(part, tuple)]
+        clips = [clip(*part) for part in parts if len(part) == 1 and isinstance(part, tuple)]
+        media = images + clips
+        options = ({"images": [images]} if images else {}) | ({"audio": clips} if clips else {})
+        if clips and processor.tokenizer.init_kwargs.get("max_length", 0) is None:
+            options["audio_kwargs"] = {"max_length": 30 * 16000}  # its default, which null of the tokenizer replaces
         text = [prompt + answer + "<|im_end|>\n"]
         if not media:
             batches.append(dict(processor.tokenizer(text=text, return_tensors="pt")))
@@ -275,7 +294,8 @@ def _inputs(folder: Path, medium: str, ids: list[Any]) -> list[dict[str, Any]]:
         try:
             batches.append(dict(processor(text=text, return_tensors="pt", **options)))
         except ValueError:  # takes no lists for each text
-            batches.append(dict(processor(text=text, return_tensors="pt", images=media)))
+            options |= {"images": images} if images else {}
+            batches.append(dict(processor(text=text, return_tensors="pt", **options)))
     return batches
 
 

@@ -16,6 +16,7 @@ ALIKE = {
     "glm_ocr": "glm46v", "glmga": "glm46v", "fast_vlm": "llava", "qwen2_5_omni_thinker": "qwen2_5_omni",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe", "cosmos3_omni": "qwen3_vl", "glm4v_moe": "glm4v",
     "qwen3_vl_moe": "qwen3_vl", "musicflamingo": "audioflamingo3",
+    "nemotron_h_omni": "parakeet_encoder",
 }  # fmt: skip
 """Types whose processor is that of another."""
 CLASSES = {"kosmos-2": "Kosmos2Processor", "kosmos-2.5": "Kosmos2_5Processor"}

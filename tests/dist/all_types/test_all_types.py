@@ -13,13 +13,14 @@ BOUND = 1e-5
 """Largest difference of logits, of the largest, and of loss and gradient norm."""
 FEW = {
     "cohere_compass_text": "rotary positions by kind of layer, a language model as it is",
+    "gemma4": "images and audio next to a language model as it is, rows of audio that are padded",
     "granite_speech": "audio; batch norms, batches that are not those of their items",
     "hunyuan_vl": "positions of its class, on four axes",
     "idefics2": "images that are padded",
     "lfm2_vl": "a processor with an option of its own, a language model as it is",
     "llama4": "a projector outside of the tower",
     "molmo2": "tokens that see each other, a language model as it is, features that are added to embeddings",
-    "nemotron_h_omni": "an output layer inside the language model, buffers that files have",
+    "nemotron_h_omni": "images and audio, an output layer inside the language model, buffers that files have",
 }
 """Types that always run, and what is special."""
 PACKAGES = {

@@ -155,7 +155,8 @@ class OfTransformers(Composite):
         from encoders.transformers_media.directory import hf_config, kinds_of
         from encoders.transformers_media.tensors import structure_of
 
-        kinds, structure = kinds_of(hf_config(self.folder)), structure_of(self.folder)
+        structure = structure_of(self.folder)
+        kinds = [kind for kind in kinds_of(hf_config(self.folder)) if structure.of_kind(kind).shapes]
         is_shared = sum(len(structure.of_kind(kind).shapes) for kind in kinds) > len(structure.shapes)
         return kinds[:1] if is_shared else kinds
 
