@@ -3,7 +3,8 @@ features of all items one after the other; H width of the language model."""
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -53,11 +54,22 @@ def read_buffers(model: PreTrainedModel, path: str) -> None:
     """Read the buffers that files have, such as bounds of layers that clip: no training changes them."""
     state = model.state_dict()
     names = [name for name in saved_buffers(model) if not isinstance(state[name], FakeTensor)]
-    for file in Path(path).glob("*.safetensors") if names else ():
+    for tensors in _weight_files(path) if names else ():
+        stored = structure_of(path).stored_names(tensors)
+        for name in stored.keys() & names:
+            state[name].copy_(tensors[stored[name]]())
+
+
+def _weight_files(path: str) -> Iterator[dict[str, Callable[[], torch.Tensor]]]:
+    """Yield how to read each tensor of a file, for each file of a directory; as in `transformers`, `.bin` files count
+    if there are no others."""
+    for file in Path(path).glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            stored = structure_of(path).stored_names(tensors.keys())
-            for name in stored.keys() & names:
-                state[name].copy_(tensors.get_tensor(stored[name]))
+            yield {name: partial(tensors.get_tensor, name) for name in tensors.keys()}
+    if not any(Path(path).glob("*.safetensors")):
+        for file in Path(path).glob("pytorch_model*.bin"):
+            values = torch.load(file, "cpu", weights_only=True, mmap=True)
+            yield {name: partial(values.get, name) for name in values}
 
 
 def getters(model: PreTrainedModel, kind: str) -> list[Any]:
@@ -176,20 +188,21 @@ class MediaHalf(torch.nn.Module):
         self.is_verified, is_training = True, self.training
         self.eval()
         group = next(group for group in groups if len(group) > 1)[:2]
-        alone = torch.cat([self._features([items[at]]) for at in group])
+        alone, reason = torch.cat([self._features([items[at]]) for at in group]), ""
         try:
             together = self._features([items[at] for at in group])
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, EncoderError):  # the first dimension is no batch, as in MiniCPM-V 4.6
+        except (RuntimeError, EncoderError) as error:  # the first dimension is no batch, as in MiniCPM-V 4.6
             together = torch.full_like(alone, torch.nan)
+            reason = f" ({error})"
         self.train(is_training)
         bound = TOLERANCE[together.dtype] * float(alone.abs().max())
         if float((together - alone).abs().max()) <= bound:
             return groups
         self.batches = False
         warnings.warn(
-            f"{type(self.model).__name__} cannot compute several items as a batch, so it computes them one by one",
+            f"{type(self.model).__name__} cannot compute several items as a batch{reason}: it computes them one by one",
             stacklevel=2,
         )
         return [[at] for at in range(len(items))]
