@@ -100,7 +100,8 @@ class MediaHalf(torch.nn.Module):
         self.arguments = self._argument_names()
         self.batches = True
         """False if features of an item depend on the others of a batch."""
-        self.is_verified = False
+        self.verified: set[bool] = set()
+        """True and False after batches of equal and of unequal sizes gave the features of their items."""
         reached = {id(parameter) for parameter in self._reached(spec.processor())}
         for parameter in self.model.parameters():
             parameter.requires_grad_(id(parameter) in reached)
@@ -111,9 +112,9 @@ class MediaHalf(torch.nn.Module):
         Raises:
             EncoderError: the model gives another number of features than its text has places.
         """
-        groups = list(self._groups(items)) if self.batches else [[at] for at in range(len(items))]
-        if self.batches and not self.is_verified and any(len(group) > 1 for group in groups):
-            groups = self._verified(items, groups)
+        groups = (
+            self._verified(items, list(self._groups(items))) if self.batches else [[at] for at in range(len(items))]
+        )
         features: dict[int, torch.Tensor] = {}
         for group in groups:
             rows = [items[at]["rows"] for at in group]
@@ -153,15 +154,19 @@ class MediaHalf(torch.nn.Module):
             return torch.cat([torch.zeros_like(levels[0]), *levels], 1)
         return torch.cat([_rows(output.pooler_output), *map(_rows, output.deepstack_features)], 1)
 
-    def _features(self, items: Sequence[Item]) -> torch.Tensor:
-        """Return the features of items whose tensors agree in all but their first dimension."""
+    def _features(self, items: Sequence[Item], **options: Any) -> torch.Tensor:
+        """Return the features of items whose tensors agree in all but their first dimension.
+
+        Args:
+            options: further arguments of the class.
+        """
         inputs = {name: _joined([item[name] for item in items]) for name in items[0] if name in self.arguments}
         dtype = next(self.model.parameters()).dtype
         inputs = {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
-        features_RH = self._output(inputs)
+        features_RH = self._output(inputs | options)
         expected = sum(item["rows"] for item in items)
         if len(features_RH) != expected:
             raise EncoderError(
@@ -181,31 +186,44 @@ class MediaHalf(torch.nn.Module):
             groups.setdefault(tuple(shape for shape in shapes if shape[0] in self.arguments), []).append(at)
         yield from groups.values()
 
-    @torch.no_grad()
     def _verified(self, items: Sequence[Item], groups: list[list[int]]) -> list[list[int]]:
-        """Return the groups if features of a batch are those of its items alone, else each item as a group. Dropout
-        would differ, so it is off."""
-        self.is_verified, is_training = True, self.training
+        """Return the groups if features of a batch are those of its items alone, else each item as a group. It is tried
+        once with items of equal sizes, and once with others."""
+        for first, second in ((group[0], at) for group in groups for at in group[1:]):
+            pair = [items[first], items[second]]
+            is_equal = len({_sizes(item) for item in pair}) == 1
+            if is_equal in self.verified:
+                continue
+            self.verified.add(is_equal)
+            if reason := self._batch_fault(pair):
+                self.batches = False
+                name = type(self.model).__name__
+                warnings.warn(
+                    f"{name} cannot compute several items as a batch ({reason}): it computes them one by one",
+                    stacklevel=2,
+                )
+                return [[at] for at in range(len(items))]
+        return groups
+
+    @torch.no_grad()
+    def _batch_fault(self, items: Sequence[Item]) -> str:
+        """Return why features of a batch are not those of its items alone; empty if they are. Dropout and noise
+        (`sample` of VibeVoice, in evaluation too) would differ, so they are off."""
+        is_training, options = self.training, {"sample": False} if "sample" in self.arguments else {}
         self.eval()
-        group = next(group for group in groups if len(group) > 1)[:2]
-        alone, reason = torch.cat([self._features([items[at]]) for at in group]), ""
+        alone = torch.cat([self._features([item], **options) for item in items])
         try:
-            together = self._features([items[at] for at in group])
+            together = self._features(items, **options)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, EncoderError) as error:  # the first dimension is no batch, as in MiniCPM-V 4.6
-            together = torch.full_like(alone, torch.nan)
-            reason = f" ({error})"
-        self.train(is_training)
-        bound = TOLERANCE[together.dtype] * float(alone.abs().max())
-        if float((together - alone).abs().max()) <= bound:
-            return groups
-        self.batches = False
-        warnings.warn(
-            f"{type(self.model).__name__} cannot compute several items as a batch{reason}: it computes them one by one",
-            stacklevel=2,
-        )
-        return [[at] for at in range(len(items))]
+            return str(error)
+        finally:
+            self.train(is_training)
+        difference, largest = float((together - alone).abs().max()), float(alone.abs().max())
+        if difference <= TOLERANCE[together.dtype] * largest:
+            return ""
+        return f"features differ by {difference:.1e}, the largest is {largest:.1e}"
 
     def _reached(self, processor: MediaProcessor) -> Iterator[torch.Tensor]:
         """Yield the parameters that features of the examples depend on, by the graph of a forward pass."""
@@ -233,6 +251,10 @@ class MediaHalf(torch.nn.Module):
                     yield node.variable
                 waiting += [following for following, _ in node.next_functions]
         self.train()
+
+
+def _sizes(item: Item) -> tuple[Any, ...]:
+    return item["rows"], *(value.shape for value in item.values() if isinstance(value, torch.Tensor))
 
 
 def _rows(features: Any) -> torch.Tensor:
