@@ -129,11 +129,17 @@ def tier_of_text(kind: str) -> Tier:
 
 
 def _is_read(kind: str) -> bool:
-    """True if the default config of a type of a causal language model has the sizes that are required."""
+    """True if the default config of a type of a causal language model has the sizes that are required. Decoders of
+    types with an encoder, such as BartForCausalLM, are saved without it."""
     from transformers import CONFIG_MAPPING
 
     try:
-        return TransformersLlm(model_config=saved_config(CONFIG_MAPPING[kind]().to_dict())).sizes.num_layers > 0
+        return (
+            TransformersLlm(
+                model_config=saved_config(CONFIG_MAPPING[kind]().to_dict() | {"is_encoder_decoder": False})
+            ).sizes.num_layers
+            > 0
+        )
     except Unsupported:
         return False
 
