@@ -23,7 +23,7 @@ SIZES = 2**16
 TRIED = (64, 64), (336, 672)
 """Sizes of images (height, width) with which the text of numbered images is tried."""
 VOXTRAL_FRAMES = 8
-"""Frames of audio that a token of Voxtral stands for."""
+"""Frames of audio for each token of Voxtral."""
 SIZE_TENSORS = "image_grid_thw", "target_sizes"
 """Tensors of processors with the sizes of images, on which positions depend."""
 
