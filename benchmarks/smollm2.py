@@ -145,7 +145,7 @@ class _Ours:
     """The model of a run, as `mimo-train generate` has it."""
 
     def __init__(self, run: Path):
-        from mimo_train.evaluation.generation.answers import Answers, Sampler
+        from mimo_train.evaluation.generation.answers import Answers
         from mimo_train.evaluation.generation.decoder import Decoder
         from mimo_train.evaluation.generation.options import Sampling
         from mimo_train.evaluation.generation.prompts import Prompts
@@ -160,7 +160,7 @@ class _Ours:
         self._decoder = Decoder(self._parts.pipeline)
         self._prompts = Prompts(resolved.cfg, self._parts.tokenizer)
         self._answers = lambda most: Answers(
-            resolved.cfg, self._decoder, self._parts.tokenizer, Sampler(Sampling()), max_new_tokens=most
+            resolved.cfg, self._decoder, self._parts.tokenizer, Sampling(), max_new_tokens=most
         )
 
     def _prompt(self, text: str):  # type: ignore[no-untyped-def]

@@ -126,7 +126,7 @@ def _generate(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     adopt_torch()
-    from mimo_train.evaluation.generation.answers import Answers, Chat, Sampler
+    from mimo_train.evaluation.generation.answers import Answers, Chat
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.prompts import Prompts
 
@@ -134,7 +134,7 @@ def _generate(args: argparse.Namespace) -> int:
     try:
         source.load(parts.pipeline, parts.tokenizer)
         prompts = Prompts(source.cfg, parts.tokenizer)
-        answers = Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(sampling), args.max_new_tokens)
+        answers = Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, sampling, args.max_new_tokens)
         has_template = not parts.tokenizer.template.is_own
         is_auto_chat = args.prompt_format == "auto" and bool(asking or source.cfg.encoders or has_template)
         if args.prompt_format != "chat" and not is_auto_chat:

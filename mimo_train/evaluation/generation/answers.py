@@ -4,10 +4,11 @@ Shape suffixes: V vocabulary, K tokens kept by top-k and top-p, the most likely 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 
 from data.records.conversation import Part, Turn
@@ -59,14 +60,16 @@ UNDECODED = "\ufffd"
 
 
 class Sampler:
-    """Draws tokens, one after the other."""
+    """Draws the tokens of one answer, one after the other."""
 
-    def __init__(self, sampling: Sampling):
+    def __init__(self, sampling: Sampling, number: int = 0):
+        """`number` is that of the answer: answers with other numbers draw other tokens with the same seed."""
         self._sampling, self._generator = sampling, torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(sampling.seed)
+            mixed = numpy.random.SeedSequence([sampling.seed, number])
+            self._generator.manual_seed(int(mixed.generate_state(1, numpy.uint64)[0]))
 
     def __call__(self, logits_V: torch.Tensor) -> int:
         """Draw a token. Raises UserError if the largest logit is not finite."""
@@ -116,18 +119,42 @@ class Answers:
     """Answers prompts."""
 
     def __init__(
-        self, cfg: ConfigContainer, decoder: "Decoder", tokenizer: Tokenizer, sampler: Sampler, max_new_tokens: int
+        self, cfg: ConfigContainer, decoder: "Decoder", tokenizer: Tokenizer, sampling: Sampling, max_new_tokens: int
     ):
-        self._decoder, self._tokenizer, self._sampler = decoder, tokenizer, sampler
+        self._decoder, self._tokenizer, self._sampling = decoder, tokenizer, sampling
         self._sequence_length, self._max_new_tokens = cfg.data.sequence_length, max_new_tokens
+        self._answered = 0
+
+    def batch(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> list[Answer]:
+        """Answer prompts, in their order, as if one by one.
+
+        Args:
+            numbers: numbers of the answers, on which with `sampling.seed` the drawn tokens depend; default: in order,
+                after the answers so far.
+
+        Raises:
+            UserError: a prompt leaves no room for an answer.
+        """
+        numbers = self._next(len(prompts)) if numbers is None else numbers
+        return [self(prompt, number=number) for prompt, number in zip(prompts, numbers, strict=True)]
+
+    def _next(self, answers: int) -> Sequence[int]:
+        first, self._answered = self._answered, self._answered + answers
+        return range(first, first + answers)
 
     def __call__(
-        self, prompt: Prompt, write: Callable[[str], None] = nowhere, *, keep_interrupted: bool = False
+        self,
+        prompt: Prompt,
+        write: Callable[[str], None] = nowhere,
+        *,
+        number: int | None = None,
+        keep_interrupted: bool = False,
     ) -> Answer:
         """Answer a prompt.
 
         Args:
             write: called with each piece of the text as soon as it is final.
+            number: number of the answer, see `batch`.
             keep_interrupted: a keyboard interrupt ends the answer and is not raised.
 
         Raises:
@@ -139,9 +166,10 @@ class Answers:
                 f"the prompt takes {len(prompt.ids)} tokens with its media and leaves no room for an answer: the model "
                 f"was trained on data.sequence_length {self._sequence_length}; shorten it"
             )
+        sampler = Sampler(self._sampling, self._next(1)[0] if number is None else number)
         stream, cut = TextStream(self._tokenizer, write), ""
         try:
-            for token in self._tokens(prompt, min(left, self._max_new_tokens)):
+            for token in self._tokens(prompt, sampler, min(left, self._max_new_tokens)):
                 if token is None:
                     cut = self._why_cut(left)
                 else:
@@ -153,11 +181,11 @@ class Answers:
         stream.end()
         return Answer(stream.tokens, stream.text, cut)
 
-    def _tokens(self, prompt: Prompt, most: int) -> Iterator[int | None]:
+    def _tokens(self, prompt: Prompt, sampler: Sampler, most: int) -> Iterator[int | None]:
         """Yield up to `most` tokens, then None if the model has not ended its turn."""
         logits_V = self._decoder.begin(prompt, len(prompt.ids) + most)
         for number in range(1, most + 1):
-            token = self._sampler(logits_V)
+            token = sampler(logits_V)
             if token in self._tokenizer.template.stop_ids:
                 return
             yield token

@@ -31,7 +31,7 @@ def questions(shards: Path, count: int, turn: int = 0) -> list[tuple[str, list[b
 def answers_here(model: Path, asked: list, most: int = MOST) -> list[tuple[list[int], str]]:
     """(tokens, text) of the answers of `mimo-train generate`, from a run or a directory."""
     from mimo_train.commands.generate import _build
-    from mimo_train.evaluation.generation.answers import Answers, Chat, Sampler
+    from mimo_train.evaluation.generation.answers import Answers, Chat
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts
@@ -41,7 +41,7 @@ def answers_here(model: Path, asked: list, most: int = MOST) -> list[tuple[list[
     parts = _build(source)
     source.load(parts.pipeline, parts.tokenizer)
     prompts, found = Prompts(source.cfg, parts.tokenizer), []
-    chat = Chat(prompts, Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(Sampling()), most))
+    chat = Chat(prompts, Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampling(), most))
     for text, files in asked:
         chat.reset()
         with tempfile.TemporaryDirectory() as folder:

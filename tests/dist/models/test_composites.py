@@ -197,7 +197,7 @@ def answer(cfg, steps, parts: list) -> list[int]:
     import tempfile
 
     from data.records.conversation import Part, Turn
-    from mimo_train.evaluation.generation.answers import Answers, Sampler
+    from mimo_train.evaluation.generation.answers import Answers
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts
@@ -210,7 +210,7 @@ def answer(cfg, steps, parts: list) -> list[int]:
                 (Path(folder) / "file").write_bytes(file_of(part))
                 media.append(prompts.medium(content([part])[0]["type"], Path(folder) / "file"))
     turn = Turn("user", tuple(Part(part["type"], part.get("text", "")) for part in content(parts)))
-    answers = Answers(cfg, Decoder(steps.pipeline), tokenizer, Sampler(Sampling()), NEW_TOKENS)
+    answers = Answers(cfg, Decoder(steps.pipeline), tokenizer, Sampling(), NEW_TOKENS)
     found = answers(prompts.of_conversation([turn], media)).tokens
     steps.pipeline.model[0].train()
     return found

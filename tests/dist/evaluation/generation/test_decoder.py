@@ -63,7 +63,7 @@ def compared(cfg, images: int) -> tuple[float, list[int], list[int], int]:
     import torch
     from PIL import Image
 
-    from mimo_train.evaluation.generation.answers import Answers, Sampler
+    from mimo_train.evaluation.generation.answers import Answers
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts, user_turn
@@ -116,7 +116,7 @@ def compared(cfg, images: int) -> tuple[float, list[int], list[int], int]:
         if len(ids) == limit:
             break
         logits = real(decoder.step(ids[-1]))
-    answered = Answers(run.cfg, decoder, tokenizer, Sampler(Sampling()), limit)(prompt)
+    answered = Answers(run.cfg, decoder, tokenizer, Sampling(), limit)(prompt)
     return largest, tokens, answered.tokens, len(prompt.ids)
 
 

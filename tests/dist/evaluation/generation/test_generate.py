@@ -48,7 +48,7 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     import torch
 
     from data.collate import collate_media
-    from mimo_train.evaluation.generation.answers import Answers, Sampler
+    from mimo_train.evaluation.generation.answers import Answers
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompt
@@ -62,7 +62,7 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     parts = build_parts(run, *start_processes(run.cfg))
     source.load(parts.pipeline, parts.tokenizer)
     tokenizer = parts.tokenizer
-    answers = Answers(run.cfg, Decoder(parts.pipeline), tokenizer, Sampler(Sampling()), MOST)
+    answers = Answers(run.cfg, Decoder(parts.pipeline), tokenizer, Sampling(), MOST)
     (taker,) = media_of(run.cfg)
     place, found = tokenizer.placeholder_id("<image>"), []
     for ids, images, *_ in questions:

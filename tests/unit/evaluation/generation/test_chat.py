@@ -11,7 +11,7 @@ from data.records.conversation import Conversation, Part, Turn, split_markers
 from data.records.records import parse_record
 from mimo_train.commands.generate import _converse
 from mimo_train.config.errors import UserError
-from mimo_train.evaluation.generation.answers import Answers, Chat, Sampler
+from mimo_train.evaluation.generation.answers import Answers, Chat
 from mimo_train.evaluation.generation.options import Sampling
 from mimo_train.evaluation.generation.prompts import Prompts, user_turn
 from mimo_train.inputs.datasets import tokenizer_of
@@ -49,7 +49,7 @@ class Scripted:
 
 
 def answers_of(decoder, max_new_tokens=64):
-    return Answers(CFG, decoder, TOKENIZER, Sampler(Sampling()), max_new_tokens)
+    return Answers(CFG, decoder, TOKENIZER, Sampling(), max_new_tokens)
 
 
 @pytest.fixture(scope="module")
