@@ -41,6 +41,8 @@ from data.records.record_checks import (
 )
 from data.text_format import Key, plural, shown
 
+ANSWERS = ("chosen", "rejected", "rejected_response", "rejected_messages")
+"""Fields of preferences that no other record has."""
 _TURN_FIELDS = {"conversations": ("from", "value"), "messages": ("role", "content")}
 """Name of the turns -> their fields for role and content."""
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"} | {
@@ -72,13 +74,12 @@ def parse_record(
         NothingToLearn: the caption is null.
         NotDownloaded: the sample has no media because their download failed.
     """
-    parser = _Parser(media, bounds, visuals)
-    with _errors_start_with(f"key {key!r}: "):
-        text = parser.decode(raw, extension)
-        if extension.rpartition(".")[2] == "txt":
-            conversation = parser.caption(text_of_file(text))
+    parser = RecordParser(media, bounds, visuals)
+    with errors_start_with(f"key {key!r}: "):
+        record = parser.record(raw, extension)
+        if isinstance(record, str):
+            conversation = parser.caption(record)
         else:
-            record = parser.json(text, f"the .{shown(extension)} member")
             require_download(record, media)
             conversation = parser.conversation(record)
             require_files(record, key, others, media)
@@ -104,12 +105,14 @@ def parse_fields(
 
     Raises the errors of `parse_record`, and RecordError if a named text is missing.
     """
-    parser = _Parser(media, bounds, visuals)
-    with _errors_start_with(f"key {key!r}: "):
+    parser = RecordParser(media, bounds, visuals)
+    with errors_start_with(f"key {key!r}: "):
         record, members = parser.named_values(raws, fields)
         for member in members.values():
             require_download(member, media)
-        fields.require(record, {name: _keys(member) for name, member in members.items() if isinstance(member, dict)})
+        fields.require(
+            record, {name: field_names(member) for name, member in members.items() if isinstance(member, dict)}
+        )
         if turns := next((name for name in CONVERSATIONS if record.get(name) is not None), None):
             kept = {name: record[name] for name in (turns, "system", "tools") if record.get(name) is not None}
             conversation = parser.conversation(kept)
@@ -120,7 +123,8 @@ def parse_fields(
 
 
 @contextmanager
-def _errors_start_with(prefix: str) -> Iterator[None]:
+def errors_start_with(prefix: str) -> Iterator[None]:
+    """Put a prefix before the message of any RecordError."""
     try:
         yield
     except RecordError as error:
@@ -128,7 +132,7 @@ def _errors_start_with(prefix: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Parser:
+class RecordParser:
     """Parses the record of one sample. Errors do not name the sample."""
 
     media: Mapping[str, int]
@@ -142,6 +146,13 @@ class _Parser:
             raise RecordError(
                 f"the .{shown(extension)} member is not UTF-8 ({error.reason} at byte {error.start})"
             ) from error
+
+    def record(self, raw: bytes, extension: str) -> Any:
+        """Return the text of a `txt` member, or the value of a `json` member."""
+        text = self.decode(raw, extension)
+        if extension.rpartition(".")[2] == "txt":
+            return text_of_file(text)
+        return self.json(text, f"the .{shown(extension)} member")
 
     def json(self, text: str, what: str) -> Any:
         try:
@@ -170,6 +181,8 @@ class _Parser:
     def conversation(self, record: Any) -> Conversation:
         if not isinstance(record, dict):
             raise RecordError(f"the record is a JSON {type(record).__name__}, not an object")
+        if name := next((name for name in ANSWERS if record.get(name) is not None), None):
+            raise RecordError(f"{name} is an answer of a preference. Set train.task, for example to dpo")
         if name := next((name for name in CONVERSATIONS if name in record), None):
             turns = _with_system(record, self.turns(record[name], name))
             return Conversation(turns, self.tools(record.get("tools")))
@@ -179,14 +192,16 @@ class _Parser:
                 return self.caption(record[name])
         for name in captions:
             error = NothingToLearn if record[name] is None else RecordError
-            raise error(f"{name} is {_json_type(record[name])}, not a text")
-        raise UnknownRecord(f"the record has none of conversations, messages, caption, text; it has {_keys(record)}")
+            raise error(f"{name} is {json_type(record[name])}, not a text")
+        raise UnknownRecord(
+            f"the record has none of conversations, messages, caption, text; it has {field_names(record)}"
+        )
 
     def turns(self, turns: Any, name: str) -> tuple[Turn, ...]:
         if not isinstance(turns, list) or not turns:
-            raise RecordError(f"{name} is {'an empty list' if turns == [] else _json_type(turns)}, not a list of turns")
+            raise RecordError(f"{name} is {'an empty list' if turns == [] else json_type(turns)}, not a list of turns")
         role_field, content_field = _TURN_FIELDS[name]
-        with _errors_start_with(name):
+        with errors_start_with(name):
             turns = with_our_markers(turns, role_field, content_field, self.media)
         parsed = []
         for at, turn in enumerate(turns):
@@ -227,13 +242,13 @@ class _Parser:
             answer = str(answer)
         for field, text in ((name, answer), ("question", question)):
             if text is not None and not isinstance(text, str):
-                raise RecordError(f"{fields.key}.{field}: is {_json_type(text)}, not a text")
+                raise RecordError(f"{fields.key}.{field}: is {json_type(text)}, not a text")
         if question is None:
             turns = self.caption(answer).turns
             if record.get("system") and turns[0].role == "plain":
                 raise RecordError(f"{fields.key}.system: a text alone has no place for a system text")
         else:
-            with _errors_start_with("question"):
+            with errors_start_with("question"):
                 (asked,) = with_our_markers([{"from": "human", "value": question}], "from", "value", self.media)
             require_no_marker(asked["value"], "question", MARKERS)
             require_no_marker(answer, name, {}, has_media=bool(self.media))
@@ -286,7 +301,7 @@ def _turn(turn: Any, role_field: str, content_field: str) -> Turn:
         return Turn(role, tuple([_typed_part(part) for part in content]), fields, typed=True, has_loss=has_loss)
     if content is None and turn.get("tool_calls"):
         return Turn(role, (), fields, typed=None, has_loss=has_loss)
-    raise RecordError(f": {content_field} is {_json_type(content)}, neither text nor a list of typed parts")
+    raise RecordError(f": {content_field} is {json_type(content)}, neither text nor a list of typed parts")
 
 
 def _typed_part(part: Any) -> Part:
@@ -303,19 +318,21 @@ def _with_system(record: dict[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn,
     if text is None or text == "":
         return turns
     if not isinstance(text, str):
-        raise RecordError(f"system is {_json_type(text)}, not a text")
+        raise RecordError(f"system is {json_type(text)}, not a text")
     require_no_marker(text, "system", {})
     if turns[0].role == "system":
         raise RecordError("the record has a system text and a system turn. Remove one of them")
     return (Turn("system", (Part("text", text),)), *turns)
 
 
-def _json_type(value: Any) -> str:
+def json_type(value: Any) -> str:
+    """Return the JSON type of a value with its article, for messages."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def _keys(record: Mapping[str, Any]) -> list[str]:
+def field_names(record: Mapping[str, Any]) -> list[str]:
+    """Return the first fields of a record, for messages."""
     return sorted(name[:_LONGEST] for name in record)[:8]
 
 

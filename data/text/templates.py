@@ -79,8 +79,10 @@ def encode_plain(conversation: Conversation, vocabulary: Vocabulary) -> Encoded 
         return None
     encoded = Encoded([], [])
     encoded.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
-    encoded.answers.append((len(encoded.tokens), 0))
-    encoded.add(vocabulary.encode(conversation.turns[0].text), True)
+    for number, turn in enumerate(conversation.turns):  # the common words of a pair are a turn without loss
+        if turn.is_learned:
+            encoded.answers.append((len(encoded.tokens), number))
+        encoded.add(vocabulary.encode(turn.text), turn.is_learned)
     encoded.add([vocabulary.end_of_turn_id], True)
     return encoded
 
