@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
+from mimo_train.config.tasks import TASKS
 
 RECOMPUTE = ("none", "selective", "full")
 """Values of `train.recompute`."""
@@ -36,6 +37,8 @@ MOST_MINUTES = 100 * 365 * 24 * 60
 class TrainConfig(Section):
     """The training loop."""
 
+    task: str = key("sft", choices=tuple(TASKS))
+    """What to learn. `sft`: the answers."""
     iters: int = key(1000, at_least=0)
     """Optimizer steps; 0: as many as `epochs` takes."""
     epochs: float = key(0.0, at_least=0, at_most=1e6, zero_means="iters counts")

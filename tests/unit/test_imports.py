@@ -25,6 +25,7 @@ LEVELS = (
     {"optim", "launch"},
     {"checkpoint"},
     {"hf"},
+    {"training.tasks"},
     {"training.step"},
     {"evaluation", "debug"},
     {"training", "run_dataset"},
@@ -34,7 +35,7 @@ LEVELS = (
     {"cli"},
 )
 """The parts of mimo_train, lowest first: a part imports itself and the parts of lower levels. `training.step` is below
-the rest of `training`, because evaluation runs its forward pass."""
+the rest of `training`, because evaluation runs its forward pass, whose losses are in `training.tasks`."""
 
 LEVEL = {part: number for number, parts in enumerate(LEVELS) for part in parts}
 

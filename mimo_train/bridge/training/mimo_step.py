@@ -4,7 +4,7 @@ import logging
 
 from mimo_train.training.step.forward_step import get_batch
 from mimo_train.training.step.forward_step import mimo_forward_step as forward_step
-from mimo_train.training.step.losses import masked_token_loss as loss_func
+from mimo_train.training.tasks.sft import masked_token_loss as loss_func
 
 __all__ = ["forward_step", "get_batch", "logger", "loss_func"]
 

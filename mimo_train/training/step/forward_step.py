@@ -13,12 +13,11 @@ from megatron.core.utils import unwrap_model
 
 from data.order.step import Microbatch
 from mimo_train.config.errors import ConfigError, UserError
-from mimo_train.config.schema_mix import source_names
 from mimo_train.config.user_code import FORWARD_STEP, load_code, unusable_code
 from mimo_train.models.documents import documents_of
 from mimo_train.models.language_model import choose_logits, leave_out
 from mimo_train.parallel.context import own_part
-from mimo_train.training.step.losses import StepLosses, masked_token_loss
+from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.state import GlobalState
 
 ForwardStepCallable = Callable[..., tuple[Any, Callable | None]]
@@ -34,7 +33,9 @@ ACCEPTED_FORMS = (
 
 MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs", "documents", "blocks")
 """Keys of a microbatch that the model takes."""
-SOURCES, LEARNED, PADDING = "sources", "learned", "padding"
+TOKEN_KEYS = ("input_ids", "position_ids", "labels", "loss_mask", "sources", "answers")
+"""Keys of a microbatch with a value for each token, [batch, sequence]."""
+LEARNED, PADDING = "learned", "padding"
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -49,7 +50,7 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] 
     batch = next(data_iterator, None) if data_iterator is not None else None
     if batch is None:
         return None
-    return Microbatch({key: batch[key] for key in (*MODEL_INPUTS, SOURCES) if key in batch})
+    return Microbatch({key: batch[key] for key in (*MODEL_INPUTS, "sources") if key in batch})
 
 
 def mimo_forward_step(
@@ -78,12 +79,9 @@ def mimo_forward_step(
             f"the language model's last stage returned features of {', '.join(output)} instead of a loss tensor: "
             "check that modules and modules.*.layout describe the same ranks"
         )
-    if SOURCES not in batch:
-        return output, partial(masked_token_loss, loss_mask)
-    cp_group = unwrap_model(mimo_model.language_model).pg_collection.cp
-    sources = own_part({SOURCES: batch[SOURCES]}, cp_group)[SOURCES]
-    names = source_names(state.cfg.data.mix)
-    return output, partial(masked_token_loss, loss_mask, sources=sources, names=names)
+    groups = unwrap_model(mimo_model.language_model).pg_collection
+    local = batch | own_part({key: batch[key] for key in TOKEN_KEYS if key in batch}, groups.cp)
+    return output, partial(state.task, local | {"loss_mask": loss_mask}, groups)
 
 
 def gpt_forward_step(
@@ -103,11 +101,10 @@ def gpt_forward_step(
             function at the last stage only.
     """
     batch = _next(data_iterator)
-    texts = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask", SOURCES) if key in batch}
-    cp_group = unwrap_model(model).pg_collection.cp
-    inputs = own_part(texts, cp_group)
-    loss_mask, sources = inputs.pop("loss_mask"), inputs.pop(SOURCES, None)
-    inputs |= {"attention_mask": None, "packed_seq_params": documents_of(batch, cp_group.size())}
+    groups = unwrap_model(model).pg_collection
+    local = batch | own_part({key: batch[key] for key in TOKEN_KEYS if key in batch}, groups.cp)
+    inputs: dict[str, Any] = {key: local[key] for key in ("input_ids", "position_ids", "labels") if key in local}
+    inputs |= {"attention_mask": None, "packed_seq_params": documents_of(batch, groups.cp.size())}
     if return_schedule_plan:
         output = unwrap_model(model).build_schedule_plan(**inputs)
     else:
@@ -116,8 +113,7 @@ def gpt_forward_step(
         if PADDING in batch:
             leave_out(model, batch[PADDING])
         output = model(**inputs)
-    names = source_names(state.cfg.data.mix)
-    return output, partial(masked_token_loss, loss_mask, sources=sources, names=names)
+    return output, partial(state.task, local, groups)
 
 
 def _next(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 """Losses of a microbatch: the values a loss function may return, their weights, their sums over a step, and the
-division by its tokens.
-
-Shape suffixes: B batch, S sequence.
-"""
+division by its tokens."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.groups import RunGroups
+from mimo_train.training.tasks.base import OF_SOURCE
 
 ACCEPTED_RETURNS = (
     "(loss, {name: value}): the mean of a microbatch, averaged over microbatches and data-parallel ranks",
@@ -32,44 +30,6 @@ MAX_LOSSES = 64
 
 UNNAMED = "loss"
 """Name of a loss that is reported without a name."""
-
-OF_SOURCE = "loss/"
-"""Prefix of the losses of sources."""
-
-
-def masked_token_loss(
-    loss_mask: torch.Tensor,
-    output_tensor: torch.Tensor,
-    *,
-    sources: torch.Tensor | None = None,
-    names: Sequence[str] = (),
-    non_loss_data: bool = False,
-) -> Any:
-    """Sum the losses of the tokens that count. All tensors are [B, S].
-
-    Args:
-        loss_mask: 1 where a token is learned from, else 0.
-        output_tensor: loss per token, in nats.
-        sources: index into `names` of each token's source; None without a mixture.
-        non_loss_data: return {"losses": loss per token, "loss_mask": `loss_mask`} instead, for a
-            `process_non_loss_data_func`.
-
-    Returns:
-        (sum of losses, number of tokens as int, {"lm loss": [sum, number]}), with `loss/NAME` of every source. The
-            step divides gradients by the tokens of the global batch, see `divide_gradients`.
-    """
-    if non_loss_data:
-        return {"losses": output_tensor.detach(), "loss_mask": loss_mask}
-    mask = loss_mask.reshape(-1).float()
-    loss = torch.sum(output_tensor.reshape(-1).float() * mask)
-    num_tokens = mask.sum()
-    report = {"lm loss": torch.stack([loss.detach(), num_tokens])}
-    if sources is not None:
-        losses = torch.stack([output_tensor.detach().reshape(-1).float() * mask, mask])
-        for number, name in enumerate(names):
-            # A sum instead of a scatter, whose order of summation is not fixed on CUDA.
-            report[f"{OF_SOURCE}{name}"] = (losses * (sources.reshape(-1) == number)).sum(1)
-    return loss, num_tokens.to(torch.int), report
 
 
 def divide_gradients(chunks: Iterable[DistributedDataParallel], tokens: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from mimo_train.layout.ranks import RunLayout
 from mimo_train.layout.run import Run
 from mimo_train.logging.console import Console
 from mimo_train.logging.metrics_log import MetricsLog
+from mimo_train.training.tasks.base import Task
+from mimo_train.training.tasks.registry import task_of
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,11 @@ class GlobalState:
     def cfg(self) -> ConfigContainer:
         """The run's config."""
         return self.run.cfg
+
+    @cached_property
+    def task(self) -> Task:
+        """What the run learns, `train.task`."""
+        return task_of(self.cfg)
 
     @property
     def last_step(self) -> int:

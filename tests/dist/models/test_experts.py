@@ -147,7 +147,8 @@ def compare_gradients(cfg, learned: int) -> dict[str, Any]:
 
     from mimo_train.models.language_model import leave_out
     from mimo_train.training.step.forward_step import record_losses
-    from mimo_train.training.step.losses import StepLosses, divide_gradients, masked_token_loss
+    from mimo_train.training.step.losses import StepLosses, divide_gradients
+    from mimo_train.training.tasks.sft import masked_token_loss
     from mimo_train.training.train_step import reduce_metrics
 
     pipeline, model = build(cfg)

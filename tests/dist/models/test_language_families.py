@@ -192,8 +192,9 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     from mimo_train.parallel.context import own_part
     from mimo_train.parallel.device import to_device
     from mimo_train.training.step.forward_step import record_losses
-    from mimo_train.training.step.losses import StepLosses, divide_gradients, masked_token_loss
+    from mimo_train.training.step.losses import StepLosses, divide_gradients
     from mimo_train.training.step.pipeline import Pipeline
+    from mimo_train.training.tasks.sft import masked_token_loss
     from mimo_train.training.train_step import reduce_metrics
 
     spec, _ = _map(folder)

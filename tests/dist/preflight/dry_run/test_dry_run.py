@@ -108,10 +108,10 @@ def test_attention_inside_documents_and_images_is_counted_by_kernel_as_one_by_on
 
 
 def _mixed_devices() -> None:
-    from mimo_train.training.step import forward_step
+    from mimo_train.training.tasks import sft
 
-    original = forward_step.masked_token_loss
-    forward_step.masked_token_loss = lambda mask, *args, **kwargs: original(mask.cpu(), *args, **kwargs)
+    original = sft.masked_token_loss
+    sft.masked_token_loss = lambda mask, *args, **kwargs: original(mask.cpu(), *args, **kwargs)
 
 
 def _mixed_dtypes() -> None:
@@ -168,13 +168,13 @@ def _line_of(function, text: str) -> int:
 
 
 def test_a_tensor_on_the_wrong_device_is_named_with_its_line(tiny):
-    from mimo_train.training.step.losses import masked_token_loss
+    from mimo_train.training.tasks.sft import masked_token_loss
 
     (found,) = run_ranks(_dry, 1, tiny, 0, "devices")
     assert "a tensor on the CPU meets one on the device" in found.what and "cuda:0" in found.what
     file, line = found.line.split(":")
     lines, first = inspect.getsourcelines(masked_token_loss)
-    assert file == "mimo_train/training/step/losses.py" and first <= int(line) < first + len(lines), found.line
+    assert file == "mimo_train/training/tasks/sft.py" and first <= int(line) < first + len(lines), found.line
 
 
 def test_two_dtypes_in_a_product_are_named_with_their_line(tiny):

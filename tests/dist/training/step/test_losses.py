@@ -20,7 +20,8 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
     from mimo_train.layout.ranks import ModuleLayout, RunLayout
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.training.step.losses import StepLosses, masked_token_loss
+    from mimo_train.training.step.losses import StepLosses
+    from mimo_train.training.tasks.sft import masked_token_loss
     from mimo_train.training.train_step import reduce_metrics
 
     device.install("cpu")
@@ -124,8 +125,8 @@ def _train_two_tasks(cfg, pattern: str) -> list[float] | None:
     from mimo_train.training.callbacks import Callback
     from mimo_train.training.pretrain import pretrain
     from mimo_train.training.step.forward_step import gpt_forward_step
-    from mimo_train.training.step.losses import masked_token_loss
     from mimo_train.training.step.state import GlobalState
+    from mimo_train.training.tasks.sft import masked_token_loss
 
     norms = []
 
@@ -142,7 +143,7 @@ def _train_two_tasks(cfg, pattern: str) -> list[float] | None:
 
     def forward_step(state: GlobalState, data_iterator, model):
         output, token_loss = gpt_forward_step(state, data_iterator, model)
-        return output, partial(loss_func, *token_loss.args)
+        return output, partial(loss_func, token_loss.args[0]["loss_mask"])
 
     pretrain(cfg, forward_step, callbacks=[Notes()])
     return norms

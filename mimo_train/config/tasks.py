@@ -1,0 +1,23 @@
+"""Tasks by the name of `train.task`: what each reads and needs. Their losses are in `mimo_train/training/tasks/`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TaskTraits:
+    """What a task reads from the data and needs from the model."""
+
+    form: str = "turns"
+    """Records: `turns` (one answer), `pairs` (chosen and rejected answer) or `labels` (an answer with a label)."""
+    needs_reference: bool = False
+    """True if the loss takes log-probabilities of a reference model."""
+    value_head: bool = False
+    """True if the model ends in one number for each token, not in logits."""
+
+    @property
+    def answers(self) -> int:
+        """Token sequences of a sample; with `labels` the second is a mismatched answer, for the KL term."""
+        return 1 if self.form == "turns" else 2
+
+
+TASKS = {"sft": TaskTraits()}

@@ -1,0 +1,1 @@
+"""Tasks: what a run learns from its samples."""
