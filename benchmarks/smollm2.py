@@ -149,18 +149,14 @@ class _Ours:
         from mimo_train.evaluation.generation.decoder import Decoder
         from mimo_train.evaluation.generation.options import Sampling
         from mimo_train.evaluation.generation.prompts import Prompts
-        from mimo_train.evaluation.generation.source import open_source
-        from mimo_train.layout.run import resolve
-        from mimo_train.training.step.pipeline import build_parts, start_processes
+        from mimo_train.evaluation.open_model import open_model
 
-        source = open_source(run)
-        resolved = resolve(source.cfg)
-        self._parts = build_parts(resolved, *start_processes(resolved.cfg))
-        source.load(self._parts.pipeline, self._parts.tokenizer)
+        opened = open_model(run)
+        self._parts = opened.parts
         self._decoder = Decoder(self._parts.pipeline)
-        self._prompts = Prompts(resolved.cfg, self._parts.tokenizer)
+        self._prompts = Prompts(opened.cfg, self._parts.tokenizer)
         self._answers = lambda most: Answers(
-            resolved.cfg, self._decoder, self._parts.tokenizer, Sampling(), max_new_tokens=most
+            opened.cfg, self._decoder, self._parts.tokenizer, Sampling(), max_new_tokens=most
         )
 
     def _prompt(self, text: str):  # type: ignore[no-untyped-def]

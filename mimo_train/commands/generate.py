@@ -12,8 +12,6 @@ from mimo_train.evaluation.generation.options import Sampling
 
 if TYPE_CHECKING:
     from mimo_train.evaluation.generation.answers import Answer, Chat
-    from mimo_train.evaluation.generation.source import Source
-    from mimo_train.training.step.pipeline import Parts
 
 KINDS = ("image", "video", "audio")
 """Kinds of media, which are options and commands of a conversation."""
@@ -129,10 +127,10 @@ def _generate(args: argparse.Namespace) -> int:
     from mimo_train.evaluation.generation.answers import Answers, Chat
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.prompts import Prompts
+    from mimo_train.evaluation.open_model import build_model_of
 
-    parts = _build(source)
+    parts = build_model_of(source).parts
     try:
-        source.load(parts.pipeline, parts.tokenizer)
         prompts = Prompts(source.cfg, parts.tokenizer)
         answers = Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, sampling, args.max_new_tokens)
         has_template = not parts.tokenizer.template.is_own
@@ -158,14 +156,6 @@ def _longest(media: Iterable[tuple[str, Path]]) -> float:
 
     headers = (parse_audio_header(file.read_bytes()) for kind, file in media if kind == "audio")
     return max((header[0] / header[1] for header in headers if header), default=0.0)
-
-
-def _build(source: "Source") -> "Parts":
-    from mimo_train.layout.run import resolve
-    from mimo_train.training.step.pipeline import build_parts, start_processes
-
-    run = resolve(source.cfg)
-    return build_parts(run, *start_processes(run.cfg), undrawn=source.undrawn)
 
 
 def _write(text: str) -> None:

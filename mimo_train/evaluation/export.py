@@ -17,7 +17,7 @@ from mimo_train.config.pretrained.fill_in import all_parts, changed_choices, par
 from mimo_train.config.pretrained.hub import named_in_hub
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.parameters import embedding_rows
-from mimo_train.evaluation.generation.source import load_model, on_one_process
+from mimo_train.evaluation.generation.source import load_model, on_ranks
 from mimo_train.hf.adapters import is_base, module_adapters
 from mimo_train.hf.directory import write_run_tokenizer
 from mimo_train.hf.documents import Document, separate
@@ -77,7 +77,7 @@ def export(
     reader, record = opened(checkpoint)
     if merge and not any(module.lora.rank for module in cfg.modules.values()):
         raise UserError(f"--merge puts adapters into the weights, and no module of {checkpoint} has any: leave it out")
-    alone = on_one_process(cfg)
+    alone = on_ranks(cfg)
     # Without the distributed optimizer's copy of the weights: here a model only gives names and shapes.
     run = resolve(replace(alone, optim=replace(alone.optim, distributed_optimizer=False)))
     undrawn = all_parts(run.cfg)

@@ -205,6 +205,7 @@ LIGHT = (
     "mimo_train/cli.py",
     "mimo_train/evaluation/generation/options.py",
     "mimo_train/evaluation/generation/source.py",
+    "mimo_train/evaluation/layouts.py",
     "mimo_train/hf/parts.py",
     "mimo_train/hf/matching.py",
     "mimo_train/hf/llava_limits.py",

@@ -14,8 +14,8 @@ from mimo_train.config.pretrained.config_of_directory import config_of_directory
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
-from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, ModuleConfig
-from mimo_train.config.schema_run import PlacementConfig
+from mimo_train.config.schema_modules import FeatureCacheConfig, ModuleConfig
+from mimo_train.evaluation.layouts import with_layout
 
 if TYPE_CHECKING:
     from data.text.tokens import Tokenizer
@@ -26,34 +26,47 @@ if TYPE_CHECKING:
 class Source:
     """A model that can be built and loaded."""
 
+    folder: Place
+    """Its checkpoint, or its directory of `transformers`."""
     cfg: ConfigContainer
-    """Config to build, on one process."""
+    """Config to build, on the chosen layout."""
     load: Callable[["Pipeline", "Tokenizer"], None]
-    """Reads the weights into a model built from `cfg`, and merges its adapters."""
+    """Reads the weights into a model built from `cfg`, and merges its adapters unless `open_source` is told not to."""
     run_dir: Path | None
     """Run that wrote the weights, which gets libraries' warnings; None for moved weights or object storage."""
     undrawn: Set[tuple[str, str]] = frozenset()
     """Parts whose initial weights need not be drawn, see `build_model`."""
 
 
-def open_source(path: Place, *, trust_code: bool = False, seconds: float = 0) -> Source:
+def open_source(
+    path: Place,
+    *,
+    trust_code: bool = False,
+    seconds: float = 0,
+    layout: str = "",
+    processes: int = 1,
+    micro_batch_size: int = 1,
+    merge: bool = True,
+) -> Source:
     """Return the model in a folder: of a run (its newest checkpoint), a checkpoint, or a `transformers` model.
 
     Args:
         trust_code: import encoders that the config of a checkpoint names by their paths.
         seconds: length of the longest audio that a `transformers` model is to read.
+        layout, processes, micro_batch_size: see `on_ranks`.
+        merge: merge adapters into the weights, as an export does. Otherwise they compute as in training.
 
     Raises:
-        UserError: there is no complete checkpoint, it is damaged, it names code that is not trusted, or the directory's
-            model cannot be built.
+        UserError: there is no complete checkpoint, it is damaged, it names code that is not trusted, the directory's
+            model cannot be built, or there is no such layout.
     """
     if not isinstance(path, Url) and is_directory_of_a_model(path):
-        alone = on_one_process(config_of_directory(path, seconds))
-        return Source(alone, partial(_load_directory, alone), None, parts_there(alone))
+        cfg = on_ranks(config_of_directory(path, seconds), layout, processes, micro_batch_size)
+        return Source(path, cfg, partial(_load_directory, cfg, merge), None, parts_there(cfg))
     folder = folders.in_folder(path, "CHECKPOINT")
-    alone = on_one_process(recorded_config(folder, trust_code=trust_code))
+    cfg = on_ranks(recorded_config(folder, trust_code=trust_code), layout, processes, micro_batch_size)
     run_dir = folders.run_of(folder)
-    return Source(alone, partial(_load, folder, alone), None if isinstance(run_dir, Url) else run_dir)
+    return Source(folder, cfg, partial(_load, folder, cfg, merge), None if isinstance(run_dir, Url) else run_dir)
 
 
 def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
@@ -74,14 +87,15 @@ def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokeni
     load_checkpoint(folder, pipeline.layout, pipeline.model)
 
 
-def _load(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+def _load(folder: Place, cfg: ConfigContainer, merge: bool, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     from mimo_train.models.lora import merge_lora
 
     load_model(folder, cfg, pipeline, tokenizer)
-    merge_lora(pipeline.model)
+    if merge:
+        merge_lora(pipeline.model)
 
 
-def _load_directory(cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+def _load_directory(cfg: ConfigContainer, merge: bool, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.hf.load import load_pretrained, load_start_adapters
     from mimo_train.models.lora import merge_lora
@@ -89,20 +103,29 @@ def _load_directory(cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Toke
     rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
     load_pretrained(cfg, pipeline.model, pipeline.groups, rows)
     load_start_adapters(cfg, pipeline.model, rows)
-    merge_lora(pipeline.model)
+    if merge:
+        merge_lora(pipeline.model)
 
 
-def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
-    """Return the config with every module on one rank and one sample at a time, on any device. Training-only settings
-    are reset, such as trackers and gradient buffers."""
+def on_ranks(cfg: ConfigContainer, layout: str = "", processes: int = 1, micro_batch_size: int = 1) -> ConfigContainer:
+    """Return the config at another layout, on any device. Training-only settings are reset, such as trackers and
+    gradient buffers.
+
+    Args:
+        layout: see `with_layout`; empty: every module on the same ranks, with `processes` replicas.
+        micro_batch_size: samples of a replica at a time, all in one microbatch; 0: as in training, with a whole number
+            of microbatches near the size of its steps.
+    """
+    cfg = with_layout(cfg, layout, processes)
+    replicas, step = cfg.language.layout.dp, cfg.train.global_batch_size
+    microbatch = (micro_batch_size or cfg.train.micro_batch_size) * replicas
     return replace(
         cfg,
         modules={name: _untrained(module) for name, module in cfg.modules.items()},
-        placement=PlacementConfig(mode="shared"),
         train=replace(
             cfg.train,
-            global_batch_size=1,
-            micro_batch_size=1,
+            global_batch_size=microbatch if micro_batch_size else microbatch * max(1, round(step / microbatch)),
+            micro_batch_size=micro_batch_size or cfg.train.micro_batch_size,
             rampup_batch_size=[],
             # fp8 matmuls need more than one token at a time, and few devices support them.
             fp8="none",
@@ -122,7 +145,6 @@ def _untrained(module: ModuleConfig) -> ModuleConfig:
     freeze = module.freeze if module.lora.rank else ["*"]
     return replace(
         module,
-        layout=LayoutConfig(),
         freeze=freeze,
         freeze_until={},
         fp8="",

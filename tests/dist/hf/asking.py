@@ -30,18 +30,16 @@ def questions(shards: Path, count: int, turn: int = 0) -> list[tuple[str, list[b
 
 def answers_here(model: Path, asked: list, most: int = MOST) -> list[tuple[list[int], str]]:
     """(tokens, text) of the answers of `mimo-train generate`, from a run or a directory."""
-    from mimo_train.commands.generate import _build
     from mimo_train.evaluation.generation.answers import Answers, Chat
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts
-    from mimo_train.evaluation.generation.source import open_source
+    from mimo_train.evaluation.open_model import open_model
 
-    source = open_source(model)
-    parts = _build(source)
-    source.load(parts.pipeline, parts.tokenizer)
-    prompts, found = Prompts(source.cfg, parts.tokenizer), []
-    chat = Chat(prompts, Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampling(), most))
+    opened = open_model(model)
+    parts = opened.parts
+    prompts, found = Prompts(opened.cfg, parts.tokenizer), []
+    chat = Chat(prompts, Answers(opened.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampling(), most))
     for text, files in asked:
         chat.reset()
         with tempfile.TemporaryDirectory() as folder:
@@ -62,15 +60,13 @@ def logits_here(model: Path, rows: list[list[int]], file: Path | None = None) ->
     """
     import torch
 
-    from mimo_train.commands.generate import _build
     from mimo_train.evaluation.generation.decoder import _positions
     from mimo_train.evaluation.generation.prompts import Prompts
-    from mimo_train.evaluation.generation.source import open_source
+    from mimo_train.evaluation.open_model import open_model
 
-    source = open_source(model)
-    parts = _build(source)
-    source.load(parts.pipeline, parts.tokenizer)
-    prompts, chunk, found = Prompts(source.cfg, parts.tokenizer), parts.pipeline.model[0].eval(), []
+    opened = open_model(model)
+    parts = opened.parts
+    prompts, chunk, found = Prompts(opened.cfg, parts.tokenizer), parts.pipeline.model[0].eval(), []
     for ids in rows:
         prompt = prompts.with_inputs(ids, prompts.inputs([prompts.medium("image", file)] if file else []))
         batch: dict[str, Any] = {"input_ids": torch.tensor([ids]), "position_ids": _positions(prompt, len(ids))}
@@ -80,7 +76,7 @@ def logits_here(model: Path, rows: list[list[int]], file: Path | None = None) ->
         with torch.no_grad():
             output = chunk(**batch, attention_mask=None)
         logits = output[0] if isinstance(output, tuple) else output
-        found.append(logits[..., : source.cfg.llm.vocab_size or parts.tokenizer.vocab_size].double())
+        found.append(logits[..., : opened.cfg.llm.vocab_size or parts.tokenizer.vocab_size].double())
     return torch.cat(found).numpy()
 
 

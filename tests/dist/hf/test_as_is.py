@@ -162,16 +162,14 @@ def _leave(root: Path, checkpoints: dict[str, str]) -> dict[str, tuple]:
 
 
 def _greedy(checkpoint: Path) -> list[int]:
-    from mimo_train.commands.generate import _build
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.prompts import Prompts
-    from mimo_train.evaluation.generation.source import open_source
+    from mimo_train.evaluation.open_model import open_model
 
-    source = open_source(checkpoint)
-    parts = _build(source)
-    source.load(parts.pipeline, parts.tokenizer)
+    opened = open_model(checkpoint)
+    parts = opened.parts
     decoder = Decoder(parts.pipeline)
-    prompt = Prompts(source.cfg, parts.tokenizer).with_inputs(PROMPT, [])
+    prompt = Prompts(opened.cfg, parts.tokenizer).with_inputs(PROMPT, [])
     tokens = [int(decoder.begin(prompt, len(PROMPT) + NEW).argmax())]
     while len(tokens) < NEW:
         tokens.append(int(decoder.step(tokens[-1]).argmax()))

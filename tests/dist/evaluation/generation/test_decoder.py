@@ -67,12 +67,12 @@ def compared(cfg, images: int) -> tuple[float, list[int], list[int], int]:
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompts, user_turn
-    from mimo_train.evaluation.generation.source import on_one_process
+    from mimo_train.evaluation.generation.source import on_ranks
     from mimo_train.evaluation.predictions import PredictStep
     from mimo_train.layout.run import resolve
     from mimo_train.training.step.pipeline import build_parts, start_processes
 
-    run = resolve(on_one_process(cfg))
+    run = resolve(on_ranks(cfg))
     parts = build_parts(run, *start_processes(run.cfg))
     pipeline, tokenizer, limit = parts.pipeline, parts.tokenizer, cfg.data.sequence_length
     assert not any(parameter.requires_grad for parameter in pipeline.model[0].parameters()), "no memory for gradients"

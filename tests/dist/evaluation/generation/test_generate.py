@@ -52,18 +52,13 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     from mimo_train.evaluation.generation.decoder import Decoder
     from mimo_train.evaluation.generation.options import Sampling
     from mimo_train.evaluation.generation.prompts import Prompt
-    from mimo_train.evaluation.generation.source import open_source
+    from mimo_train.evaluation.open_model import open_model
     from mimo_train.inputs.datasets import media_of
-    from mimo_train.layout.run import resolve
-    from mimo_train.training.step.pipeline import build_parts, start_processes
 
-    source = open_source(Path(folder))
-    run = resolve(source.cfg)
-    parts = build_parts(run, *start_processes(run.cfg))
-    source.load(parts.pipeline, parts.tokenizer)
-    tokenizer = parts.tokenizer
-    answers = Answers(run.cfg, Decoder(parts.pipeline), tokenizer, Sampling(), MOST)
-    (taker,) = media_of(run.cfg)
+    model = open_model(folder)
+    tokenizer = model.tokenizer
+    answers = Answers(model.cfg, Decoder(model.pipeline), tokenizer, Sampling(), MOST)
+    (taker,) = media_of(model.cfg)
     place, found = tokenizer.placeholder_id("<image>"), []
     for ids, images, *_ in questions:
         inputs = collate_media([torch.from_numpy(image) for image in images], taker.field)

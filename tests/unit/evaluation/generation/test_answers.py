@@ -7,7 +7,7 @@ from data.text.tokens import build_tokenizer
 from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.answers import UNDECODED, Sampler, TextStream, distribution
 from mimo_train.evaluation.generation.options import Sampling
-from mimo_train.evaluation.generation.source import on_one_process
+from mimo_train.evaluation.generation.source import on_ranks
 from mimo_train.layout.run import resolve
 from tests.unit.configs import load
 
@@ -167,5 +167,5 @@ def test_what_only_training_uses_keeps_no_checkpoint_from_being_asked():
     """Rank 1 is not there, and a GPU need not be."""
     keys = ("profiling.record=[torch]", "profiling.ranks=[1]", "run.device=cuda")
     cfg = load("vlm_digits", "layout=two_processes", *keys)
-    run = resolve(on_one_process(cfg))
+    run = resolve(on_ranks(cfg))
     assert run.layout.world_size == 1 and run.cfg.run.device == "auto" and run.cfg.modules.keys() == cfg.modules.keys()
