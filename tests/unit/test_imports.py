@@ -206,6 +206,8 @@ LIGHT = (
     "mimo_train/evaluation/generation/options.py",
     "mimo_train/evaluation/generation/source.py",
     "mimo_train/evaluation/layouts.py",
+    "mimo_train/evaluation/metrics.py",
+    "mimo_train/evaluation/normal_forms.py",
     "mimo_train/hf/parts.py",
     "mimo_train/hf/matching.py",
     "mimo_train/hf/llava_limits.py",
