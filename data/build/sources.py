@@ -17,8 +17,8 @@ from data.errors import DataError, RecordError
 from data.index.indexing import build_index
 from data.records.conversation import Visual
 from data.records.members import READABLE, arrange, unread
+from data.records.preferences import parse_any
 from data.records.record_checks import OtherMembers, text_of_file
-from data.records.records import parse_record
 from data.rows.media_values import (
     FileRange,
     MediaItem,
@@ -200,7 +200,7 @@ class Source:
             counts = {kind: len(extensions) for kind, extensions in media.items()}
             others = OtherMembers(media, [name for name, _ in unread(names)])
             visuals = [Visual(item.extension, int(item.kind == "video")) for item in items if item.kind != "audio"]
-            parse = partial(parse_record, raw, text.extension, where, counts, others=others, visuals=visuals)
+            parse = partial(parse_any, raw, text.extension, where, counts, others=others, visuals=visuals)
             require_learnable(parse, where)
             if not items and is_json:
                 require_no_media(_parsed(raw, is_json, where), {}, where, None)

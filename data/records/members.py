@@ -34,9 +34,12 @@ ARRAYS = frozenset(["npy", "npz", "pt", "pth", "safetensors", "pkl", "pickle", "
 
 MEDIA = ("image", "video", "audio")
 CONVERSATIONS = ("conversations", "messages")
-LEARNED = (*CONVERSATIONS, "answer", "caption", "text", "label")
+REJECTED = ("rejected", "rejected_response", "rejected_messages")
+PREFERENCES = ("prompt", "chosen", *REJECTED, "completion", "margin")
+"""Texts of records of preferences, besides turns and label."""
+LEARNED = (*CONVERSATIONS, "answer", "caption", "text", "label", "chosen", "completion")
 """A sample needs one of these."""
-TEXTS = (*CONVERSATIONS, "question", "answer", "caption", "text", "label", "system", "tools")
+TEXTS = (*CONVERSATIONS, "question", "answer", "caption", "text", "label", "system", "tools", *PREFERENCES)
 ABSENT: Any = object()
 """Marks a value that a JSON member lacks, unlike null."""
 _SOURCE = re.compile(r"([^\[\]\s/?]+)((?:\[[^\[\]]+\])*)(\??)")

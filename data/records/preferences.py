@@ -1,8 +1,6 @@
 """Parse records of preferences: pairs of a chosen and a rejected answer, or an answer with a label.
 
-Accepted are the forms of TRL (`prompt`, `chosen`, `rejected`), ms-swift (`messages` with `rejected_response` or
-`rejected_messages`) and LLaMA-Factory (`conversations` or `instruction`, `chosen`, `rejected`); with a label,
-`prompt` and `completion`, or turns that end in the answer.
+The forms are those of TRL, ms-swift and LLaMA-Factory; `docs/data.md` has a table of them.
 """
 
 from __future__ import annotations
@@ -12,20 +10,22 @@ import os.path
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.errors import NothingToLearn, RecordError
 from data.media.options import BOUNDS, Bounds
 from data.records.conversation import Conversation, Part, Turn, Visual, media_first, with_frames
 from data.records.markers import special_marker
+from data.records.members import CONVERSATIONS, REJECTED
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers, require_download, require_files
-from data.records.records import RecordParser, errors_start_with, field_names, json_type
+from data.records.records import RecordParser, errors_start_with, field_names, form_of, json_type, parse_record
 from data.text_format import Key
 
-_REJECTED_MEDIA = {f"rejected_{kind}s": f"{kind}s" for kind in ("image", "video", "audio")}
-_PROMPTS = ("prompt", "question")
-_PAIR = ("chosen", "rejected")
+_REJECTED_MEDIA = {f"rejected_{name}": name for name in ("images", "videos", "audios")}
+_PROMPTS = ("prompt", "question", *CONVERSATIONS)
+_LABELS = ("label", "kto_tag")
 _MESSAGE_FIELDS = {"from": "role", "value": "content"}
+_USERS = ("user", "human")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,15 @@ class Preference:
     """(chosen, rejected), or (answer,) of a record with a label."""
     target: float = math.nan
     """Of a label: 1 if desirable, else 0. Of a pair: its margin, or nan."""
+
+
+class _Answer(NamedTuple):
+    """An answer as raw chat messages."""
+
+    name: str
+    prompt: list[Any]
+    """[] if the messages contain it."""
+    messages: list[Any]
 
 
 def parse_preference(
@@ -51,8 +60,8 @@ def parse_preference(
 ) -> Preference:
     """Parse a sample's record as a preference. `form`: "pairs" or "labels". See `parse_record` for the other arguments.
 
-    Text prompts are user turns and text answers assistant turns. Two texts without a prompt and media are plain texts;
-    their common words are the prompt. Media without markers precede the first question.
+    A text prompt is a user turn and a text answer an assistant turn. Two texts without prompt and media are plain
+    texts, whose common words are the prompt. Media without markers precede the first question.
 
     Raises:
         RecordError: an error of `parse_record`; a record of another form; or equal answers.
@@ -61,74 +70,159 @@ def parse_preference(
     parser = RecordParser(media, bounds, visuals)
     with errors_start_with(f"key {key!r}: "):
         record = parser.record(raw, extension)
-        if not isinstance(record, dict):
-            raise RecordError(f"the record is {json_type(record)}, not an object with answers")
         require_download(record, media)
-        preference = (_pair if form == "pairs" else _labelled)(parser, record)
-        require_files(record, key, others, media)
-        for answer in preference.answers:
-            parser.check(answer)
+        preference = parse_answers(parser, record, form)
+        if isinstance(record, dict):
+            require_files(record, key, others, media)
     return replace(preference, answers=tuple([with_frames(answer, visuals, key) for answer in preference.answers]))
 
 
+def parse_any(
+    raw: bytes,
+    extension: str,
+    key: Key,
+    media: Mapping[str, int],
+    bounds: Bounds = BOUNDS,
+    others: OtherMembers = NO_OTHER_MEMBERS,
+    visuals: Sequence[Visual] = (),
+) -> Preference:
+    """Parse a record of any form, for tools that know no task. See `parse_preference`."""
+    arguments = raw, extension, key, media, bounds, others, visuals
+    parser = RecordParser(media, bounds, visuals)
+    with errors_start_with(f"key {key!r}: "):
+        form = form_of(parser.record(raw, extension))
+    return Preference((parse_record(*arguments),)) if form == "turns" else parse_preference(*arguments, form=form)
+
+
+def parse_answers(parser: RecordParser, record: Any, form: str) -> Preference:
+    """Parse a record of a form, "pairs" or "labels". Videos stay videos. Errors do not name the sample."""
+    if not isinstance(record, dict):
+        raise RecordError(f"the record is {json_type(record)}, not an object with {form}")
+    record = {name: value for name, value in record.items() if value is not None}  # a table has all columns
+    if "chat_template_kwargs" in record:
+        raise RecordError("chat_template_kwargs are not supported. Remove them, and set data.chat_template")
+    preference = (_pair if form == "pairs" else _labelled)(parser, record)
+    for answer in preference.answers:
+        parser.check(answer)
+    return preference
+
+
 def _pair(parser: RecordParser, record: Mapping[str, Any]) -> Preference:
-    for name, other in _REJECTED_MEDIA.items():
-        if record.get(name) not in (None, record.get(other)):
-            raise RecordError(f"{name} differs from {other}. Both answers of a pair must have the same media")
-    if record.keys().isdisjoint(_PAIR):
+    answers = chosen, rejected = _answers_of_pair(record)
+    texts = [text for name in ("chosen", "rejected") if isinstance(text := record.get(name), str)]
+    if not chosen.prompt and len(texts) == 2:
+        conversations = _plain_pair(parser, *texts)
+    else:
+        with_prompt = [_conversation(parser, record, answer) for answer in answers]
+        common = _common_turns(*with_prompt)
+        conversations = tuple(
+            _learned_at_end(conversation, len(answer.messages) if answer.prompt else len(conversation.turns) - common)
+            for answer, conversation in zip(answers, with_prompt, strict=True)
+        )
+    if conversations[0].turns == conversations[1].turns:
+        raise RecordError(f"{chosen.name} and {rejected.name} are equal. Remove the record")
+    for answer, conversation in zip(answers, conversations, strict=True):
+        _require_text(conversation, answer.name)
+    return Preference(conversations, _margin(record.get("margin")))
+
+
+def _answers_of_pair(record: Mapping[str, Any]) -> tuple[_Answer, _Answer]:
+    for name, shared in _REJECTED_MEDIA.items():
+        if record.get(name) not in (None, record.get(shared)):
+            raise RecordError(f"{name} differs from {shared}. Both answers of a pair must have the same media")
+    rejected = [name for name in REJECTED if name in record]
+    if len(rejected) > 1:
+        raise RecordError(f"{' and '.join(rejected)} are different names of the rejected answer. Keep one of them")
+    if not rejected and "chosen" not in record:
         raise RecordError(
             f"the record has no pair of answers (chosen and rejected); it has {field_names(record)}. For records with "
             "one answer, set train.task=sft"
         )
-    for name in _PAIR:
-        if record.get(name) is None:
-            raise NothingToLearn(f"{name} is {'null' if name in record else 'missing'}")
-    texts = [record[name] for name in _PAIR]
-    answers = [_messages(record[name], "assistant", name) for name in _PAIR]
-    prompt = _prompt(record, answers)
-    if not prompt and all(isinstance(text, str) for text in texts):
-        chosen, rejected = _plain_pair(parser, *texts)
-    else:
-        with_prompt = [
-            _conversation(parser, record, [*prompt, *answer], name) for name, answer in zip(_PAIR, answers, strict=True)
-        ]
-        common = _common_turns(*with_prompt)
-        counts = [len(answer) if prompt else len(with_prompt[at].turns) - common for at, answer in enumerate(answers)]
-        chosen, rejected = map(_learned_at_end, with_prompt, counts)
-    _require_text(chosen, "chosen")
-    _require_text(rejected, "rejected")
-    if chosen == rejected:
-        raise RecordError("chosen and rejected are equal. Remove the record")
-    return Preference((chosen, rejected), _margin(record.get("margin")))
+    if rejected == ["rejected_response"]:
+        name, turns = _turns(record)
+        prompt, chosen = _split_at_question(name, turns)
+        other = _messages(record["rejected_response"], "assistant", "rejected_response")
+        if any(turn.get("role") in _USERS for turn in other):
+            raise RecordError("rejected_response has a user turn. Set rejected_messages to the complete conversation")
+        return _Answer(name, prompt, chosen), _Answer("rejected_response", prompt, other)
+    if rejected == ["rejected_messages"]:
+        name, turns = _turns(record)
+        other = _messages(record["rejected_messages"], "assistant", "rejected_messages")
+        return _Answer(name, [], turns), _Answer("rejected_messages", [], other)
+    for name in ("chosen", "rejected"):
+        if name not in record:
+            raise NothingToLearn(f"{name} is null or missing")
+    answers = {name: _messages(record[name], "assistant", name) for name in ("chosen", "rejected")}
+    prompt = _prompt(record, [*answers.values()])
+    first, second = (_Answer(name, prompt, messages) for name, messages in answers.items())
+    return first, second
 
 
 def _labelled(parser: RecordParser, record: Mapping[str, Any]) -> Preference:
-    label, completion = record.get("label"), record.get("completion")
-    if "completion" not in record or label is None:
-        raise RecordError(f"the record has no completion with a label; it has {field_names(record)}")
-    if completion is None:
-        raise NothingToLearn("completion is null")
+    names = [name for name in _LABELS if name in record]
+    if not names or form_of(record) == "pairs":
+        raise RecordError(
+            f"the record has no answer with a label; it has {field_names(record)}. Set train.task=dpo for pairs, or "
+            "train.task=sft for records with one answer"
+        )
+    label = record[names[0]]
     if not isinstance(label, bool | int | float) or label not in (0, 1):
-        raise RecordError(f"label is {label!r:.80}, expected true or false")
-    answer = _messages(completion, "assistant", "completion")
-    prompt = _prompt(record, [answer])
-    if not prompt:
-        raise RecordError("the record has a completion, but no prompt")
-    conversation = _learned_at_end(_conversation(parser, record, [*prompt, *answer], "completion"), len(answer))
-    _require_text(conversation, "completion")
+        raise RecordError(f"{names[0]} is {label!r:.80}, expected true or false")
+    name = next((name for name in ("completion", "output") if name in record), None)
+    if name is not None:
+        messages = _messages(record[name], "assistant", name)
+        answer = _Answer(name, _prompt(record, [messages]), messages)
+    elif any(name in record for name in CONVERSATIONS):
+        name, turns = _turns(record)
+        answer = _Answer(name, *_split_at_question(name, turns))
+    else:
+        raise NothingToLearn("completion is null or missing")
+    if not answer.prompt:
+        raise RecordError(f"{answer.name}: has no prompt before it. Add prompt")
+    conversation = _learned_at_end(_conversation(parser, record, answer), len(answer.messages))
+    _require_text(conversation, answer.name)
     return Preference((conversation,), float(label))
 
 
-def _prompt(record: Mapping[str, Any], answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the messages of the prompt; [] if the record has none, or its answers repeat a text prompt."""
-    name = next((name for name in _PROMPTS if record.get(name) is not None), None)
+def _prompt(record: Mapping[str, Any], answers: Sequence[list[Any]]) -> list[Any]:
+    """Return the messages of the prompt; [] if the record has none, or the answers repeat it."""
+    name = next((name for name in _PROMPTS if name in record), None)
     if name is None:
-        return []
+        return _instruction(record) if "instruction" in record else []
+    prompt = _messages(record[name], "user", name)
     # Some datasets, such as ultrafeedback_binarized, have the question in their answers too.
-    roles = [turn.get("role") for answer in answers for turn in answer]
-    if isinstance(record[name], str) and not {"user", "human"}.isdisjoint(roles):
-        return []
-    return _messages(record[name], "user", name)
+    is_repeated = all(answer[: len(prompt)] == prompt for answer in answers)
+    has_questions = any(turn.get("role") in _USERS for answer in answers for turn in answer)
+    return [] if is_repeated or (isinstance(record[name], str) and has_questions) else prompt
+
+
+def _instruction(record: Mapping[str, Any]) -> list[Any]:
+    """Return the messages of an Alpaca record."""
+    texts = [record["instruction"], record.get("input", "")]
+    history = record.get("history", [])
+    if not all(isinstance(text, str) for text in texts):
+        raise RecordError("instruction and input must be texts")
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RecordError("history must be a list of [question, answer]")
+    roles = ("user", "assistant")
+    turns = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
+    return [*turns, {"role": "user", "content": "\n".join(filter(None, texts))}]
+
+
+def _turns(record: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return the name of a conversation and its messages, which end in an answer."""
+    name = next((name for name in CONVERSATIONS if name in record), None)
+    if name is None:
+        raise RecordError(f"the record has no messages with the other answer; it has {field_names(record)}")
+    return name, _messages(record[name], "user", name)
+
+
+def _split_at_question(name: str, messages: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the messages up to the last user turn, and the answer after it."""
+    last = max((at for at, turn in enumerate(messages) if turn.get("role") in _USERS), default=-1) + 1
+    if last == len(messages):
+        raise RecordError(f"{name} ends in a user turn, so it has no answer")
+    return messages[:last], messages[last:]
 
 
 def _messages(value: Any, role: str, name: str) -> list[Any]:
@@ -141,11 +235,14 @@ def _messages(value: Any, role: str, name: str) -> list[Any]:
     return [{_MESSAGE_FIELDS.get(field, field): item for field, item in turn.items()} for turn in turns]
 
 
-def _conversation(parser: RecordParser, record: Mapping[str, Any], messages: list[Any], name: str) -> Conversation:
-    """Parse messages with the record's tools and system text. Media without markers precede the first question."""
-    shared = {part: record[part] for part in ("system", "tools") if record.get(part) is not None}
-    with errors_start_with(f"{name}: "):
-        conversation = parser.conversation({"messages": messages, **shared})
+def _conversation(parser: RecordParser, record: Mapping[str, Any], answer: _Answer) -> Conversation:
+    """Parse an answer after its prompt, with the record's tools and system text. Media without markers precede the
+    first question."""
+    shared = {part: record[part] for part in ("system", "tools") if part in record}
+    if answer.name.startswith("rejected") and "rejected_tools" in record:
+        shared["tools"] = record["rejected_tools"]
+    with errors_start_with(f"{answer.name}: "):
+        conversation = parser.conversation({"messages": [*answer.prompt, *answer.messages], **shared})
     media, turns = media_first(parser.media, parser.visuals), conversation.turns
     at = next((at for at, turn in enumerate(turns) if turn.role == "user"), None)
     if not media or at is None or any(part.kind != "text" for turn in turns for part in turn.parts):

@@ -29,7 +29,7 @@ from data.records.conversation import (
     with_media,
 )
 from data.records.markers import require_no_marker, with_our_markers
-from data.records.members import ABSENT, CONVERSATIONS, LEARNED, Fields
+from data.records.members import ABSENT, CONVERSATIONS, LEARNED, PREFERENCES, REJECTED, Fields
 from data.records.record_checks import (
     NO_OTHER_MEMBERS,
     OtherMembers,
@@ -41,8 +41,6 @@ from data.records.record_checks import (
 )
 from data.text_format import Key, plural, shown
 
-ANSWERS = ("chosen", "rejected", "rejected_response", "rejected_messages")
-"""Fields of preferences that no other record has."""
 _TURN_FIELDS = {"conversations": ("from", "value"), "messages": ("role", "content")}
 """Name of the turns -> their fields for role and content."""
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"} | {
@@ -81,6 +79,7 @@ def parse_record(
             conversation = parser.caption(record)
         else:
             require_download(record, media)
+            require_turns(record)
             conversation = parser.conversation(record)
             require_files(record, key, others, media)
         parser.check(conversation)
@@ -110,9 +109,11 @@ def parse_fields(
         record, members = parser.named_values(raws, fields)
         for member in members.values():
             require_download(member, media)
-        fields.require(
-            record, {name: field_names(member) for name, member in members.items() if isinstance(member, dict)}
-        )
+        keys = {name: field_names(member) for name, member in members.items() if isinstance(member, dict)}
+        fields.require(record, keys)
+        require_turns(record)
+        if name := next((name for name in PREFERENCES if name in record), None):
+            raise RecordError(f"{fields.key}.{name}: train.task=sft does not read it. Name question and answer")
         if turns := next((name for name in CONVERSATIONS if record.get(name) is not None), None):
             kept = {name: record[name] for name in (turns, "system", "tools") if record.get(name) is not None}
             conversation = parser.conversation(kept)
@@ -120,6 +121,27 @@ def parse_fields(
             conversation = parser.question_and_answer(record, fields)
         parser.check(conversation)
     return with_frames(conversation, visuals, key)
+
+
+def form_of(record: Any) -> str:
+    """Return "pairs" or "labels" for a record of preferences, "turns" for any other."""
+    if not isinstance(record, dict):
+        return "turns"
+    names = {name for name, value in record.items() if value is not None}
+    if names & {"chosen", *REJECTED}:
+        return "pairs"
+    has_label = isinstance(record.get("label"), bool) or "kto_tag" in names
+    return "labels" if has_label and names & {"completion", "output", *CONVERSATIONS} else "turns"
+
+
+def require_turns(record: Any) -> None:
+    """Raise RecordError for a record of preferences, of which only a part would be learned."""
+    if (form := form_of(record)) != "turns":
+        names = [name for name in ("chosen", *REJECTED, "label", "kto_tag") if record.get(name) is not None]
+        raise RecordError(
+            f"{' and '.join(names)}: a record of preferences, which train.task=sft does not read. Set train.task="
+            f"{'dpo' if form == 'pairs' else 'kto'}, or data.fields to what is learned"
+        )
 
 
 @contextmanager
@@ -181,8 +203,6 @@ class RecordParser:
     def conversation(self, record: Any) -> Conversation:
         if not isinstance(record, dict):
             raise RecordError(f"the record is a JSON {type(record).__name__}, not an object")
-        if name := next((name for name in ANSWERS if record.get(name) is not None), None):
-            raise RecordError(f"{name} is an answer of a preference. Set train.task, for example to dpo")
         if name := next((name for name in CONVERSATIONS if name in record), None):
             turns = _with_system(record, self.turns(record[name], name))
             return Conversation(turns, self.tools(record.get("tools")))

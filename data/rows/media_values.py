@@ -21,7 +21,7 @@ from data.errors import RecordError
 from data.media.headers import extension_of, parse_extent, parse_extent_bytes
 from data.media.options import BOUNDS
 from data.records.conversation import PART_KINDS
-from data.records.members import READABLE
+from data.records.members import PREFERENCES, READABLE
 from data.storage.files import pread_all
 from data.text_format import shown
 
@@ -170,8 +170,9 @@ def take_typed_parts(
 def with_typed_media(
     record: dict[str, Any], items: Sequence[MediaItem], turns: str, folder: str, where: str
 ) -> tuple[dict[str, Any], Sequence[MediaItem]]:
-    """Return the record and its media, those in typed parts of the messages `turns` included. Raises RecordError if
-    columns have other media."""
+    """Return the record and its media, those in typed parts of the messages `turns`, or else of the prompt of a
+    preference, included. Raises RecordError if columns have other media."""
+    turns = turns if isinstance(record.get(turns), list) else "prompt"
     record, typed = take_typed_parts(record, turns, folder, where)
     if items and typed and [item[:4] for item in items] != [item[:4] for item in typed]:
         raise RecordError(f"{where}: media in the typed parts of messages and others in columns. Remove one of them")
@@ -183,7 +184,7 @@ def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where:
 
     `names`: `Columns.names`. Next to a text or messages, a name counts only if its file exists in `folder`.
     """
-    is_text = not {"conversations", "messages", "text"}.isdisjoint([*record, *names])
+    is_text = not {"conversations", "messages", "text", *PREFERENCES}.isdisjoint([*record, *names])
     for column, value in record.items():
         if column in names.values() or column in ("caption", "text"):
             continue

@@ -12,9 +12,10 @@ from data.errors import DataError, NotDownloaded, NothingToLearn, RecordError
 from data.media.options import BOUNDS, Bounds
 from data.records.conversation import MARKERS, Conversation, Visual
 from data.records.markers import special_marker, with_our_markers
-from data.records.members import ABSENT, LEARNED, MEDIA, READABLE, TEXTS, Fields
+from data.records.members import ABSENT, LEARNED, MEDIA, PREFERENCES, READABLE, TEXTS, Fields
+from data.records.preferences import Preference, parse_any
 from data.records.record_checks import LOSS_FIELDS, failed_download
-from data.records.records import parse_record
+from data.records.records import form_of, parse_record
 from data.rows.media_values import (
     FileRange,
     MediaItem,
@@ -109,7 +110,7 @@ def make_sample(
         for extension, item in zip(extensions, items, strict=True)
         if item.kind != "audio"
     ]
-    require_learnable(partial(parse_record, raw, "json", where, counts, visuals=visuals), where)
+    require_learnable(partial(parse_any, raw, "json", where, counts, visuals=visuals), where)
     if not items:
         require_no_media(original, columns.names, where, folder)
     contents = [item.content for item in items]
@@ -163,18 +164,18 @@ def _encoded(
     if any(record.get(form) is not None for form in _FORMS):  # a table has all columns in every row
         record = {name: value for name, value in record.items() if value is not None or name not in _FORMS}
     record, notes = _with_texts(record, texts, question, counts, where)
-    if needs_media and record.keys().isdisjoint(("conversations", "messages")):
+    if needs_media and record.keys().isdisjoint(("conversations", "messages")) and form_of(record) == "turns":
         raise RecordError(f"{where}: a caption without its medium, whose name or bytes are empty")
     return encode_record(record, where), notes
 
 
-def require_learnable(parse: Callable[[], Conversation], where: str) -> None:
+def require_learnable(parse: Callable[[], Preference], where: str) -> None:
     """Raise RecordError or NothingToLearn for a record that cannot be trained on."""
     try:
-        conversation = parse()
+        answers = parse().answers
     except RecordError as error:
         raise type(error)(str(error).replace(f"key {where!r}", where)) from error
-    if conversation.is_blank:
+    if any(answer.is_blank for answer in answers):
         raise NothingToLearn(f"{where}: its caption or answers are blank, or excluded from the loss")
 
 
@@ -189,6 +190,10 @@ def _with_texts(
         counts: kind -> media items.
     """
     notes: tuple[str, ...] = ()
+    if form_of(texts) != "turns":
+        record = {name: value for name, value in record.items() if name not in (*_FORMS, *PREFERENCES)} | {**texts}
+    if form_of(record) != "turns":
+        return record, notes  # its parser inserts the media
     if texts or question or "texts" in record:
         if not texts and record.keys().isdisjoint(_FORMS) and "texts" in record:
             texts, notes = {"conversations": record["texts"]}, (PAIRED,)

@@ -14,7 +14,7 @@ from data.media.decode import decode_image_file
 from data.media.video import decode_video
 from data.records.conversation import KINDS
 from data.records.members import NO_FIELDS
-from data.records.records import parse_record
+from data.records.preferences import parse_any
 from data.rows.row_reader import RowReader, is_table
 from data.rows.samples import parse_row
 from data.samples.media_spec import SAMPLING, images_of, places_of
@@ -47,7 +47,7 @@ def check_sample(reader: RowReader, index: ShardIndex, row: int) -> str | None:
             parse_row(*row_record, NO_FIELDS, key, counts, counts, visuals=visuals)
             return None
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
-        parse_record(raw, record.extension, key, counts, others=others, visuals=visuals)
+        parse_any(raw, record.extension, key, counts, others=others, visuals=visuals)
     except (ReadError, ShardError, *OF_THE_MACHINE):
         raise
     except Exception as error:

@@ -1,13 +1,13 @@
 """Messages that a record excludes from the loss, and where each learned turn begins."""
 
 import json
-from functools import partial
 
 import pytest
 
 from data.collate import to_sample
 from data.errors import NothingToLearn, RecordError
 from data.records.members import read_fields
+from data.records.preferences import Preference
 from data.records.records import parse_fields
 from data.rows.samples import require_learnable
 from data.text.tokens import build_tokenizer
@@ -132,7 +132,7 @@ def test_a_record_whose_turns_are_all_excluded_has_no_loss():
     assert conversation.is_blank
     assert not to_sample(conversation, tokenizer, {}, 64, 0, "k").loss_mask.any()
     with pytest.raises(NothingToLearn, match="row 1: its caption or answers are blank, or excluded from the loss"):
-        require_learnable(partial(parse, record), "row 1")
+        require_learnable(lambda: Preference((conversation,)), "row 1")
 
 
 def test_questions_of_every_learned_turn_stand_where_its_labels_begin(saved):
