@@ -65,8 +65,7 @@ class SdpaAttention(MegatronModule):
         assert self.is_causal or not (self.cp_group or self.window), "only causal sequences are cut or have windows"
         assert not self.window or config.window_size[1] == 0, "a token sees nothing behind itself"
         self.softcap: float = getattr(config, "attention_softcap", 0.0)
-        self.reads_mask = bool(getattr(config, "bidirectional", ""))
-        assert not (self.reads_mask and self.cp_group), "a mask is not cut"
+        assert not (getattr(config, "bidirectional", "") and self.cp_group), "a mask is not cut"
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -86,12 +85,13 @@ class SdpaAttention(MegatronModule):
         fewer queries than keys, they are those of the last positions.
 
         Args:
-            attention_mask: `mask_of_blocks` of a language model in which some tokens see later ones; None: causal.
+            attention_mask: `mask_of_blocks` or `mask_of_columns`; None: causal.
             packed_seq_params: `Documents` of a packed row; B is 1.
         """
         assert attention_mask is None or self.is_causal, "a layer without a causal mask has no mask"
         assert attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.no_mask), attn_mask_type
-        if self.reads_mask and attention_mask is not None:
+        # Forward steps may pass a mask [B, 1, S, S], as to Megatron-Core's attention.
+        if attention_mask is not None and attention_mask.dim() == 5:
             return self._attend_under_mask(query_SBND, key_SBND, value_SBND, attention_mask[1 if self.window else 0])
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, Documents), packed_seq_params

@@ -1,5 +1,5 @@
-"""The mask of language models in which some tokens see later ones: those of an image (Gemma 3), or all of a prefix
-(PaliGemma).
+"""Masks of language models in which some tokens see later ones: those of an image (Gemma 3), or all of a prefix
+(PaliGemma); and of decoding a batch with padding.
 
 Shape suffixes: B batch, S sequence, Q queries, K keys, W kinds of layers: without a window, and with one if any layer
 has it.
@@ -43,6 +43,25 @@ def mask_of_blocks(blocks_BS: torch.Tensor, documents: Sequence[int] | None, con
         lengths = torch.tensor(documents).diff(prepend=torch.zeros(1, dtype=torch.int64))
         number_S = to_device(torch.repeat_interleave(lengths), device)
         seen_WBQK &= number_S[:, None] == number_S
-    width = -(-positions // ALIGNMENT) * ALIGNMENT
-    mask = torch.zeros(*seen_WBQK.shape[:-1], width, dtype=config.params_dtype, device=device)[..., :positions]
+    return _added(seen_WBQK, config)
+
+
+def mask_of_columns(seen_BK: torch.Tensor, places_BK: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Return what attention adds to the scores of the last keys' queries, [W, B, 1, 1, K], as `mask_of_blocks`.
+
+    Args:
+        seen_BK: False for padding among the keys.
+        places_BK: the place of each key in its sequence.
+        config: the language model's, with its window.
+    """
+    kinds = [seen_BK]
+    if config.window_size is not None:
+        kinds.append(seen_BK & (places_BK[:, -1:] - places_BK <= config.window_size[0]))
+    return _added(torch.stack(kinds).unsqueeze(2), config)
+
+
+def _added(seen_WBQK: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    keys = seen_WBQK.size(-1)
+    width = -(-keys // ALIGNMENT) * ALIGNMENT
+    mask = torch.zeros(*seen_WBQK.shape[:-1], width, dtype=config.params_dtype, device=seen_WBQK.device)[..., :keys]
     return mask.masked_fill_(~seen_WBQK, float("-inf")).unsqueeze(2)

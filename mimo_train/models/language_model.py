@@ -159,6 +159,10 @@ class SeededGPTModel(GPTModel):
             *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
         )
         preprocessed = (*preprocessed[:_PADDING_MASK], padding_mask, *preprocessed[_PADDING_MASK + 1 :])
+        if getattr(options.get("inference_context"), "is_padded", False) and self.position_embedding_type == "rope":
+            assert position_ids is not None, "positions of the rows of a batch with several lengths"
+            decoder_input, table, *others = preprocessed
+            return decoder_input, table[position_ids.T].squeeze(2), *others
         if not isinstance(packed_seq_params, Documents) or self.position_embedding_type != "rope":
             return preprocessed
         assert position_ids is not None, "positions of the documents"

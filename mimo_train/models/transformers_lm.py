@@ -121,7 +121,7 @@ class TransformersLanguageModel(MegatronModule):
 
         Returns:
             Losses [B, S] in nats; without `labels` logits [B, S, V], or [1, N, V] of chosen positions; with a cache
-            those of the last position, [V].
+            those of the last position, [B, V].
 
         Raises:
             UserError: the class is not causal, or mixes the documents of a packed row.
@@ -240,7 +240,7 @@ class TransformersLanguageModel(MegatronModule):
         cache.states = {name: output[name] for name in CACHES if output.get(name) is not None}
         if not cache.states:
             raise UserError(f"generate: {type(self.model).__name__} keeps no cache. Export the model instead")
-        return output.logits[0, -1]
+        return output.logits[:, -1]
 
     def _balance_weight(self) -> float:
         owners = (self.model, self.model.config.get_text_config(decoder=True))

@@ -3,8 +3,9 @@
 Shape suffixes: V vocabulary, K tokens kept by top-k and top-p, the most likely first.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -119,14 +120,22 @@ class Answers:
     """Answers prompts."""
 
     def __init__(
-        self, cfg: ConfigContainer, decoder: "Decoder", tokenizer: Tokenizer, sampling: Sampling, max_new_tokens: int
+        self,
+        cfg: ConfigContainer,
+        decoder: "Decoder",
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        max_new_tokens: int,
+        batch_size: int = 16,
     ):
+        """`batch_size` is the most sequences that are decoded together, which the memory of their keys and values
+        bounds."""
         self._decoder, self._tokenizer, self._sampling = decoder, tokenizer, sampling
         self._sequence_length, self._max_new_tokens = cfg.data.sequence_length, max_new_tokens
-        self._answered = 0
+        self._answered, self._batch_size = 0, batch_size
 
     def batch(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> list[Answer]:
-        """Answer prompts, in their order, as if one by one.
+        """Answer prompts, in their order, as if one by one. Prompts of similar lengths are decoded together.
 
         Args:
             numbers: numbers of the answers, on which with `sampling.seed` the drawn tokens depend; default: in order,
@@ -136,11 +145,10 @@ class Answers:
             UserError: a prompt leaves no room for an answer.
         """
         numbers = self._next(len(prompts)) if numbers is None else numbers
-        return [self(prompt, number=number) for prompt, number in zip(prompts, numbers, strict=True)]
-
-    def _next(self, answers: int) -> Sequence[int]:
-        first, self._answered = self._answered, self._answered + answers
-        return range(first, first + answers)
+        drafts = [self._draft(prompt, number) for prompt, number in zip(prompts, numbers, strict=True)]
+        for together in self._together(drafts):
+            self._write(together)
+        return [draft.answer() for draft in drafts]
 
     def __call__(
         self,
@@ -160,43 +168,100 @@ class Answers:
         Raises:
             UserError: the prompt leaves no room for an answer.
         """
+        draft = self._draft(prompt, self._next(1)[0] if number is None else number, write)
+        try:
+            self._write([draft])
+        except KeyboardInterrupt:
+            if not keep_interrupted:
+                raise
+            draft.cut = "interrupted"
+        draft.stream.end()
+        return draft.answer()
+
+    def _next(self, answers: int) -> Sequence[int]:
+        first, self._answered = self._answered, self._answered + answers
+        return range(first, first + answers)
+
+    def _draft(self, prompt: Prompt, number: int, write: Callable[[str], None] = nowhere) -> "Draft":
         left = self._sequence_length - len(prompt.ids)
         if left < 1:
             raise UserError(
                 f"the prompt takes {len(prompt.ids)} tokens with its media and leaves no room for an answer: the model "
                 f"was trained on data.sequence_length {self._sequence_length}; shorten it"
             )
-        sampler = Sampler(self._sampling, self._next(1)[0] if number is None else number)
-        stream, cut = TextStream(self._tokenizer, write), ""
-        try:
-            for token in self._tokens(prompt, sampler, min(left, self._max_new_tokens)):
-                if token is None:
-                    cut = self._why_cut(left)
-                else:
-                    stream.add(token)
-        except KeyboardInterrupt:
-            if not keep_interrupted:
-                raise
-            cut = "interrupted"
-        stream.end()
-        return Answer(stream.tokens, stream.text, cut)
-
-    def _tokens(self, prompt: Prompt, sampler: Sampler, most: int) -> Iterator[int | None]:
-        """Yield up to `most` tokens, then None if the model has not ended its turn."""
-        logits_V = self._decoder.begin(prompt, len(prompt.ids) + most)
-        for number in range(1, most + 1):
-            token = sampler(logits_V)
-            if token in self._tokenizer.template.stop_ids:
-                return
-            yield token
-            if number < most:
-                logits_V = self._decoder.step(self._tokenizer.as_text(token))
-        yield None
-
-    def _why_cut(self, left: int) -> str:
+        most = min(left, self._max_new_tokens)
+        cut = f"cut after {most} tokens, "
         if self._max_new_tokens <= left:
-            return f"cut after {self._max_new_tokens} tokens, --max-new-tokens"
-        return f"cut after {left} tokens, where data.sequence_length {self._sequence_length} ends"
+            cut += "--max-new-tokens"
+        else:
+            cut += f"where data.sequence_length {self._sequence_length} ends"
+        return Draft(prompt, Sampler(self._sampling, number), TextStream(self._tokenizer, write), most, cut)
+
+    def _together(self, drafts: Sequence["Draft"]) -> Iterator[list["Draft"]]:
+        """Yield batches of similar lengths, or of equal ones if the model takes no padding."""
+        ordered = sorted(drafts, key=lambda draft: draft.length)
+        groups = [ordered]
+        if not self._decoder.takes_lengths:
+            groups = [list(equal) for _, equal in itertools.groupby(ordered, key=lambda draft: draft.length)]
+        for group in groups:
+            yield from (group[at : at + self._batch_size] for at in range(0, len(group), self._batch_size))
+
+    def _write(self, drafts: Sequence["Draft"]) -> None:
+        """Write answers in one batch of the decoder."""
+        rows, decoder = list(drafts), self._decoder
+        logits_BV = decoder.begin(
+            [draft.prompt for draft in rows], max(draft.length for draft in rows) + max(draft.most for draft in rows)
+        )
+        while True:
+            tokens = decoder.agree([draft.next(logits_V) for draft, logits_V in zip(rows, logits_BV, strict=True)])
+            for draft, token in zip(rows, tokens, strict=True):
+                draft.add(token, self._tokenizer.template.stop_ids)
+            remaining = [row for row, draft in enumerate(rows) if not draft.is_complete]
+            if not remaining:
+                return
+            # Copying the cache costs about a step.
+            if 2 * len(remaining) <= len(rows) and decoder.keep(remaining):
+                rows, tokens = [rows[row] for row in remaining], [tokens[row] for row in remaining]
+            logits_BV = decoder.step([self._tokenizer.as_text(token) for token in tokens])
+
+
+@dataclass
+class Draft:
+    """An answer that is being written."""
+
+    prompt: Prompt
+    sampler: Sampler
+    stream: TextStream
+    most: int
+    """Most tokens that it may have."""
+    cut_at_most: str
+    """Why it is cut after these."""
+    is_complete: bool = False
+    cut: str = ""
+
+    @property
+    def length(self) -> int:
+        """The tokens of the prompt."""
+        return len(self.prompt.ids)
+
+    def next(self, logits_V: torch.Tensor) -> int:
+        """Return the next token; any after the end."""
+        return self.prompt.ids[-1] if self.is_complete else self.sampler(logits_V)
+
+    def add(self, token: int, stop_ids: Container[int]) -> None:
+        """Take the next token; nothing happens after the end."""
+        if self.is_complete:
+            return
+        if token in stop_ids:
+            self.is_complete = True
+            return
+        self.stream.add(token)
+        if len(self.stream.tokens) == self.most:
+            self.is_complete, self.cut = True, self.cut_at_most
+
+    def answer(self) -> Answer:
+        """Return the answer."""
+        return Answer(self.stream.tokens, self.stream.text, self.cut)
 
 
 class Chat:

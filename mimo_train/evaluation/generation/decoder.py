@@ -1,85 +1,225 @@
-"""A decoder of one sequence, token by token, with a cache of keys and values.
+"""A decoder of a batch of sequences, token by token, with a cache of keys and values.
 
 The cache is Megatron-Core's `StaticInferenceContext` (0.19.2), which its attention fills and reads, also on the CPU.
 Its engines are not used: they serve batches of text-only requests.
 
-Shape suffixes: S sequence, B batch of 1, V vocabulary.
+Prompts of one batch have columns of a cache in common: shorter ones are padded behind their last token, and their
+answers follow behind the padding, which no token sees.
+
+Shape suffixes: S sequence, B batch, C columns of the cache, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
+from data.collate import collate_media
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.generation.prompts import Prompt
+from mimo_train.layout.ranks import RunLayout
+from mimo_train.models.attention import SdpaAttention
+from mimo_train.models.attention_mask import mask_of_columns
 from mimo_train.models.parameters import modules_of
 from mimo_train.parallel.device import to_device
 from mimo_train.training.step.pipeline import Pipeline
 
 
 class Decoder:
-    """The model of one process. Returns the logits of the next token, after a prompt and after every token."""
+    """The model of this rank. Returns the logits of the next token of each sequence, after its prompt and after every
+    token. Collective over the language model's tensor-parallel ranks, which pass the same prompts and tokens."""
 
     def __init__(self, pipeline: Pipeline):
-        """Set the model of `pipeline`, with every module on this rank, to evaluation mode."""
+        """Set the model of `pipeline` to evaluation mode. Raises UserError if its layout cannot decode."""
+        require_decodable(pipeline.layout)
         self._pipeline, self._model = pipeline, pipeline.model[0].eval()
         (language,) = modules_of(pipeline.model)[LANGUAGE]
         self._language = unwrap_model(language)
         # A class of transformers has its own cache.
         self._is_as_is = hasattr(self._language, "new_cache")
+        self._tp_group = pipeline.groups.collections[LANGUAGE].tp
         self._cache: Any = None
-        self._positions = torch.empty(0)
+        self._lengths_B = self._positions = torch.empty(0)
 
-    @torch.no_grad()
-    def begin(self, prompt: Prompt, length: int) -> torch.Tensor:
-        """Start a sequence of up to `length` positions with a prompt; returns the logits [V] after it."""
-        self._cache = self._language.new_cache() if self._is_as_is else StaticInferenceContext(1, length)
-        self._positions = _positions(prompt, length).to(self._pipeline.device)
-        ids_BS, positions = torch.tensor([prompt.ids]), self._positions[..., : len(prompt.ids)]
-        batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": positions}
-        if prompt.inputs:
-            batch |= {"modality_inputs": prompt.inputs}
-        if prompt.blocks is not None:
-            batch |= {"blocks": prompt.blocks[None]}
-        # One microbatch of one sample; one rank needs no loads.
-        rows = {name: [[number]] for name, number in prompt.rows.items()}
+    @property
+    def takes_lengths(self) -> bool:
+        """True if prompts of a batch may have several lengths. States of recurrent layers, classes of transformers and
+        the kernels of Transformer Engine take no padding."""
+        return not self._is_as_is and all(
+            isinstance(getattr(layer.self_attention, "core_attention", None), SdpaAttention)
+            for layer in self._language.decoder.layers
+        )
+
+    def begin(self, prompts: Sequence[Prompt], length: int) -> torch.Tensor:
+        """Start sequences with their prompts; returns the logits [B, V] after them.
+
+        Args:
+            length: columns of the cache: the tokens of the longest prompt, and of the longest answer.
+        """
+        lengths = [len(prompt.ids) for prompt in prompts]
+        device, longest = self._pipeline.device, max(lengths)
+        assert self.takes_lengths or len(set(lengths)) == 1, lengths
+        self._lengths_B, self._longest = torch.tensor(lengths, device=device), longest
+        if self._is_as_is:
+            self._cache = self._language.new_cache()
+        else:
+            self._cache = Columns(len(prompts), length, is_padded=len(set(lengths)) > 1)
+        self._positions = torch.cat([_positions(prompt, length) for prompt in prompts], dim=-2).to(device)
+        padding = self._padding_of(prompts)
+        ids_BS = torch.tensor([prompt.ids + [padding] * (longest - len(prompt.ids)) for prompt in prompts])
+        batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": self._positions[..., :longest]}
+        if prompts[0].inputs:
+            batch |= {"modality_inputs": _joined(prompts)}
+        if any(prompt.blocks is not None for prompt in prompts):
+            batch |= {"blocks": torch.stack([_padded_blocks(prompt, longest) for prompt in prompts])}
+        # One microbatch, all of it of this rank: features need no exchange.
+        rows = {name: [[prompt.rows[name] for prompt in prompts]] for name in prompts[0].rows}
         self._pipeline.shapes.begin(rows, rows)
-        # A MimoModel gives its language model no cache (mimo/model/base.py:700).
-        hook = self._language.register_forward_pre_hook(self._with_cache, with_kwargs=True)
-        try:
-            output = self._model(**to_device(batch, self._pipeline.device), attention_mask=None)
-        finally:
-            hook.remove()
-        return self._advance(len(prompt.ids), output[0] if isinstance(output, tuple) else output)
+        with self._alone():
+            # A MimoModel gives its language model no cache (mimo/model/base.py:700).
+            hook = self._language.register_forward_pre_hook(self._with_cache, with_kwargs=True)
+            try:
+                output = self._model(**to_device(batch, device), attention_mask=None)
+            finally:
+                hook.remove()
+        return self._advance(longest, output[0] if isinstance(output, tuple) else output)
 
-    @torch.no_grad()
-    def step(self, token: int) -> torch.Tensor:
-        """Add a token; returns the logits [V] after it."""
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Add a token to each sequence; returns the logits [B, V] after them."""
         assert self._cache is not None, "begin comes first"
-        at = self._cache.sequence_len_offset
-        # All positions: cached keys are already rotated, and Megatron-Core looks up the last.
-        positions = self._positions[..., : at + 1]
-        id_BS = torch.tensor([[token]], device=self._pipeline.device)
-        token_of: dict[str, Any] = {"input_ids": id_BS}
-        if not self._is_as_is:
-            embedding_SBH = self._language.embedding(input_ids=id_BS, position_ids=positions[..., at:])
-            token_of = {"input_ids": None, "decoder_input": embedding_SBH}
-        output = self._language(**token_of, position_ids=positions, attention_mask=None, **self._cache_arguments())
+        column = self._cache.sequence_len_offset
+        ids_BS = torch.tensor(tokens, device=self._pipeline.device)[:, None]
+        # All positions: Megatron-Core rotates the cached keys again, and looks up the last.
+        places_BC = self._places(column + 1)
+        positions = self._positions.gather(-1, places_BC.expand(*self._positions.shape[:-1], -1))
+        inputs: dict[str, Any] = {"input_ids": ids_BS, "attention_mask": None}
+        with self._alone():
+            if not self._is_as_is:
+                embedding_SBH = self._language.embedding(input_ids=ids_BS, position_ids=positions[..., column:])
+                inputs |= {"input_ids": None, "decoder_input": embedding_SBH}
+                if self._cache.is_padded:
+                    seen_BC = torch.arange(column + 1, device=ids_BS.device) < self._lengths_B[:, None]
+                    seen_BC[:, self._longest :] = True
+                    inputs["attention_mask"] = mask_of_columns(seen_BC, places_BC, self._language.config)
+            output = self._language(**inputs, position_ids=positions, **self._cache_arguments())
         return self._advance(1, output)
 
-    def _advance(self, added: int, logits_V: torch.Tensor) -> torch.Tensor:
-        assert self._cache is not None
+    def keep(self, rows: Sequence[int]) -> bool:
+        """Continue with some sequences only; returns False, and continues with all, if the cache cannot."""
+        if self._is_as_is:
+            return False
+        self._cache.keep(rows)
+        self._lengths_B, self._positions = self._lengths_B[rows], self._positions[..., rows, :]
+        return True
+
+    def agree(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of the first tensor-parallel rank, so that rounding cannot separate the ranks."""
+        if self._tp_group.size() == 1:
+            return tokens
+        agreed = torch.tensor(tokens, device=self._pipeline.device)
+        dist.broadcast(agreed, group=self._tp_group, group_src=0)
+        return agreed.tolist()
+
+    def _padding_of(self, prompts: Sequence[Prompt]) -> int:
+        """Return a token for padding: any of text, because placeholders require features."""
+        model = unwrap_model(self._model)
+        placeholders = {*model.special_token_ids.values()} if isinstance(model, MimoModel) else set()
+        return next((token for prompt in prompts for token in prompt.ids if token not in placeholders), 0)
+
+    def _places(self, columns: int) -> torch.Tensor:
+        """Return the place of each column's token in its sequence, [B, C]; any for padding."""
+        columns_C = torch.arange(columns, device=self._lengths_B.device)
+        behind = self._lengths_B[:, None] - self._longest
+        return torch.where(columns_C < self._longest, columns_C, columns_C + behind)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Compute without gradients, exchanges of features and divided sequences, whose parts would need equal
+        lengths."""
+        model, language = unwrap_model(self._model), self._language
+        attributes: list[tuple[Any, str, Any]] = []
+        if isinstance(model, MimoModel):
+            attributes += [(model, "shared_bridges", {}), (model, "partition_adapter", None)]
+        if language.config.sequence_parallel:
+            owners = {
+                id(owner): owner for part in language.modules() for owner in (part, getattr(part, "config", part))
+            }
+            names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+            attributes += [
+                (owner, name, False) for owner in owners.values() for name in names if getattr(owner, name, False)
+            ]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
+        try:
+            for owner, name, value in attributes:
+                setattr(owner, name, value)
+            with torch.no_grad():
+                yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+    def _advance(self, added: int, logits_BV: torch.Tensor) -> torch.Tensor:
         self._cache.sequence_len_offset += added
-        return logits_V
+        return logits_BV
 
     def _with_cache(self, _module: torch.nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
-        return arguments, {**options, **self._cache_arguments()}
+        return arguments, {**options, **self._cache_arguments(self._lengths_B - 1)}
 
-    def _cache_arguments(self) -> dict[str, Any]:
-        return {"inference_context": self._cache, "output_processor": _last_logits}
+    def _cache_arguments(self, last_B: torch.Tensor | None = None) -> dict[str, Any]:
+        return {"inference_context": self._cache, "output_processor": partial(_last_logits, last_B)}
+
+
+class Columns(StaticInferenceContext):
+    """Keys and values of a batch.
+
+    Attributes:
+        is_padded: True if rows have several lengths; positions and masks then differ between rows.
+    """
+
+    def __init__(self, rows: int, columns: int, *, is_padded: bool):
+        super().__init__(rows, columns)
+        self.is_padded = is_padded
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows."""
+        of_layers = self.key_value_memory_dict
+        for layer, memory in of_layers.items():
+            if isinstance(memory, dict):  # states of a recurrent layer, [B, ...]
+                of_layers[layer] = {name: state[rows] for name, state in memory.items()}
+            else:  # keys and values, [C, B, ...]
+                of_layers[layer] = tuple(part[:, rows] for part in memory)
+        self.max_batch_size = len(rows)
+
+
+def require_decodable(layout: RunLayout) -> None:
+    """Raise UserError unless each replica of the language model can decode alone: one stage and whole sequences, with
+    all modules on its ranks."""
+    language = layout.language
+    for name, module in layout.modules.items():
+        sizes = {"pp": module.pp, "cp": module.cp, "ep": module.ep}
+        if wide := next((axis for axis, size in sizes.items() if size > 1), None):
+            raise UserError(
+                f"modules.{name}.layout.{wide}: is {sizes[wide]}, and text is generated with pp=1 cp=1 ep=1. Generate "
+                "with another layout of the checkpoint, which any layout can load"
+            )
+        if module.ranks != language.ranks:
+            raise UserError(
+                f"placement: modules.{name} is on ranks {module.ranks[0]} to {module.ranks[-1]}, and the language "
+                f"model on {language.ranks[0]} to {language.ranks[-1]}; text is generated with all modules on the same "
+                "ranks. Set placement.mode=shared with layouts of one size"
+            )
+        if language.tp % module.tp:
+            raise UserError(
+                f"modules.{name}.layout.tp: is {module.tp}, and text is generated where it divides that of the "
+                f"language model ({language.tp}). Generate with another layout"
+            )
 
 
 def _positions(prompt: Prompt, length: int) -> torch.Tensor:
@@ -90,7 +230,28 @@ def _positions(prompt: Prompt, length: int) -> torch.Tensor:
     return torch.cat([prompt.positions, rest.expand(len(prompt.positions), -1)], dim=1)[:, None]
 
 
+def _padded_blocks(prompt: Prompt, length: int) -> torch.Tensor:
+    blocks = torch.full((length,), -1, dtype=torch.int64)
+    if prompt.blocks is not None:
+        blocks[: len(prompt.ids)] = prompt.blocks
+    return blocks
+
+
+def _joined(prompts: Sequence[Prompt]) -> dict[str, dict[str, Any] | None]:
+    """Return the arguments of every module's encoder for the media of all prompts, in order."""
+    arguments: dict[str, dict[str, Any] | None] = {}
+    for name in prompts[0].inputs:
+        fields: dict[str, list] = {}
+        for prompt in prompts:
+            for field, items in (prompt.inputs[name] or {name: {}})[name].items():
+                fields.setdefault(field, []).extend(items)
+        values = {field: (collate_media(items, field) or {})[field] for field, items in fields.items()}
+        arguments[name] = {name: values} if values else None
+    return arguments
+
+
 def _last_logits(
+    last_B: torch.Tensor | None,
     *,
     hidden_states: torch.Tensor,
     output_layer: torch.nn.Module,
@@ -98,6 +259,8 @@ def _last_logits(
     scale_logits: Callable[[torch.Tensor], torch.Tensor],
     **_others: object,
 ) -> torch.Tensor:
-    """Return logits [V] of the last position only, which saves memory for a long prompt."""
-    logits_SBV, _ = output_layer(hidden_states[-1:], weight=output_weight)
-    return scale_logits(logits_SBV)[0, 0]
+    """Return logits [B, V] of one position of each sequence, which saves memory for a long prompt; None: the last."""
+    rows = torch.arange(hidden_states.size(1), device=hidden_states.device)
+    hidden_BH = hidden_states[-1 if last_B is None else last_B, rows]
+    logits_SBV, _ = output_layer(hidden_BH[None], weight=output_weight, runtime_gather_output=True)
+    return scale_logits(logits_SBV)[0]

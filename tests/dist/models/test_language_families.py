@@ -300,8 +300,8 @@ def _continued(pipeline) -> np.ndarray:
     from mimo_train.evaluation.generation.prompts import Prompt
 
     ids, decoder = tokens()[0, :SEQUENCE].tolist(), Decoder(pipeline)
-    logits = [decoder.begin(Prompt(ids[:PROMPT], {}, {}), SEQUENCE)]
-    return torch.stack([*logits, *(decoder.step(token) for token in ids[PROMPT:])]).numpy(force=True)
+    logits = [decoder.begin([Prompt(ids[:PROMPT], {}, {})], SEQUENCE)]
+    return torch.cat([*logits, *(decoder.step([token]) for token in ids[PROMPT:])]).numpy(force=True)
 
 
 class _States:

@@ -133,7 +133,7 @@ def test_window_attention_is_attention_under_a_mask():
     layer = WindowAttention.__new__(WindowAttention)
     torch.nn.Module.__init__(layer)
     layer.is_causal, layer.softmax_scale, layer.dropout = False, None, 0.0
-    layer.window, layer.softcap, layer.cp_group, layer.reads_mask = 0, 0.0, None, False
+    layer.window, layer.softcap, layer.cp_group = 0, 0.0, None
     packed = documents_of_media(images.tolist(), windows.tolist())
     for layer.everywhere, lengths in ((False, windows), (True, images)):
         number = torch.arange(len(lengths)).repeat_interleave(lengths)

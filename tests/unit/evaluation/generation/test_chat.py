@@ -31,21 +31,26 @@ class Scripted:
         self.lines = [[*text.encode(), END] for text in texts]
         self.prompts, self.lengths, self.fed = [], [], []
 
-    def begin(self, prompt, length):
-        self.prompts.append(prompt)
+    takes_lengths = True
+
+    def begin(self, prompts, length):
+        self.prompts += prompts
         self.lengths.append(length)
         self._line = iter(self.lines.pop(0))
         return self._next()
 
-    def step(self, token):
-        self.fed.append(token)
+    def step(self, tokens):
+        self.fed += tokens
         return self._next()
+
+    def agree(self, tokens):
+        return tokens
 
     def _next(self):
         token = next(self._line)
         if token == 3:  # Ctrl-C
             raise KeyboardInterrupt
-        return torch.nn.functional.one_hot(torch.tensor(token), TOKENIZER.vocab_size).float()
+        return torch.nn.functional.one_hot(torch.tensor([token]), TOKENIZER.vocab_size).float()
 
 
 def answers_of(decoder, max_new_tokens=64):
