@@ -148,7 +148,8 @@ def open_dataset(
     Args:
         config: a shipped name such as `vlm_digits`, a YAML file, or a config.
         overrides: `key=value`, with a name or a file.
-        split: `train`; `validation` for the first held-out set; `validation/NAME` for one with a name; `test`.
+        split: `train`; `validation` for the first held-out set; `validation/NAME` for one with a name; `test`,
+            `test/NAME`.
 
     Raises:
         ConfigError: the config has errors.
@@ -168,7 +169,7 @@ def open_dataset(
         for item in held_out_sets(cfg):
             if not item.is_test:
                 names.setdefault("validation", item)
-            names["test" if item.is_test else f"validation/{item.name}".rstrip("/")] = item
+            names[f"{'test' if item.is_test else 'validation'}/{item.name}".rstrip("/")] = item
         if split not in names:
             raise UserError(f"split: {split!r} does not exist. Choose one of {', '.join(['train', *names])}")
         held_out = names[split]
@@ -182,5 +183,5 @@ def open_dataset(
     if held_out is None:
         samples.set_phases(Mixing(cfg, run.batch, samples.order.sizes).phases)
     else:
-        length = min(cfg.train.eval_samples or length, length)
+        length = min(held_out.samples or length, length)
     return RunDataset(run, tokenizer, samples, length, held_out is not None)

@@ -1,5 +1,6 @@
 """Save and load a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from data.storage.url import Place, place_of
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import best, folders
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.write import Part
 from mimo_train.checkpoint.frozen_base import fingerprint, is_frozen
@@ -40,6 +41,8 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel import device
 from mimo_train.parallel.collectives import agreed
+
+_logger = logging.getLogger(__name__)
 
 SUMS = "log_sums"
 """Key of a record: the log's sums since its last line; null if the log has just been written."""
@@ -89,6 +92,8 @@ class Checkpointer:
         self._sums, self._resumed = cast(Any, None), cast(tuple[int, dict[str, Any] | None], (0, None))
         self.set_aside: list[SetAside] = []
         """Damaged checkpoints that `resume` has skipped."""
+        self.resumed_step = -1
+        """The step of this run's persistent checkpoint that it resumes from; -1 if it starts from another one."""
         self.loaded: list[Loaded] = []
         """Modules whose weights `resume` has taken from other runs."""
         self.config_changes = ""
@@ -191,8 +196,7 @@ class Checkpointer:
 
     def _begin(self, data: Any, non_persistent: bool, run_dir: Place | None, *, in_background: bool) -> bool:
         cfg, run = self._run.cfg.checkpoint, self._run
-        keep = 0 if run_dir else cfg.keep
-        target = Target(run_dir or run.checkpoints, self._train_state.step, non_persistent, keep, cfg.keep_every)
+        target = self._target(non_persistent, run_dir)
         with gathered(self._model):
             rerun = self._rerun.state_dict(data)
             parts, left_out = self.local_parts(rerun, finite=run_dir is None)
@@ -221,6 +225,41 @@ class Checkpointer:
             self._save = Save(target, parts, record, sizes, self._snapshot if in_background else None)
         self._optimizer.before_update, self._status = self._save.hold, None
         return in_background
+
+    def _target(self, non_persistent: bool = False, run_dir: Place | None = None) -> Target:
+        cfg, keep_best = self._run.cfg.checkpoint, self._run.cfg.checkpoint.keep_best
+        return Target(
+            run_dir or self._run.checkpoints,
+            self._train_state.step,
+            non_persistent,
+            0 if run_dir else cfg.keep,
+            cfg.keep_every,
+            tuple(step for step, _ in self._best()),
+            keep_best.count,
+        )
+
+    def _best(self) -> list[tuple[int, float]]:
+        """Return (step, value) of evaluations, the best first; none without `checkpoint.keep_best`."""
+        watch = self._run.cfg.checkpoint.keep_best
+        return best.ranked(self._train_state.scores.get(watch.metric, []), watch.mode)
+
+    def is_among_best(self) -> bool:
+        """True if the evaluation of the current step is among the `checkpoint.keep_best.count` best so far."""
+        count = self._run.cfg.checkpoint.keep_best.count
+        return self._train_state.step in [step for step, _ in self._best()[:count]]
+
+    def name_best(self) -> None:
+        """Write the file that names the best checkpoints, on rank 0, and remove those that are no longer kept, unless a
+        save is in flight, which does so. An error is a warning, because a run does not end for it."""
+        if dist.get_rank() != 0:
+            return
+        checkpoints, watch = folders.checkpoints_dir(self._run.checkpoints), self._run.cfg.checkpoint.keep_best
+        try:
+            best.write(checkpoints, watch, self._best())
+        except OSError as error:
+            _logger.warning("the file that names the best checkpoints cannot be written (%s)", error)
+        if self._save is None:
+            self._target().remove_old()
 
     def local_parts(self, rerun: dict[str, Any] | None, *, finite: bool) -> tuple[list[Part], dict[str, str]]:
         """Return what this rank writes, as views of the live tensors. Collective.
@@ -264,6 +303,8 @@ class Checkpointer:
             if folder is not None:
                 self._continue_from(folder)
         if folder is not None:
+            if folder.parent == folders.checkpoints_dir(self._run.checkpoints):
+                self.resumed_step = self._train_state.step
             return folder
         self._require_drawn()
         self._require_none(lambda: left_behind(cfg))

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -57,13 +58,22 @@ def remove_unfinished(run_dir: Place, non_persistent: bool = False) -> None:
             remove_files([folder.path / PARTIAL])
 
 
-def remove_old(run_dir: Place, keep: int, non_persistent: bool = False, keep_every: int = 0) -> None:
+def remove_old(
+    run_dir: Place,
+    keep: int,
+    non_persistent: bool = False,
+    keep_every: int = 0,
+    best: Sequence[int] = (),
+    best_count: int = 0,
+) -> None:
     """Remove checkpoints beyond `keep`, and those of steps that were saved again.
 
     Args:
         keep: number of complete checkpoints to keep; 0 keeps all. One non-persistent checkpoint is kept.
         non_persistent: kind of the checkpoints.
         keep_every: keep every step that is a multiple of this; 0 for none.
+        best: steps in the order of `checkpoint.keep_best`, the best first.
+        best_count: number of these to keep, of those that have a checkpoint.
 
     Raises:
         OSError: one cannot be removed.
@@ -72,7 +82,10 @@ def remove_old(run_dir: Place, keep: int, non_persistent: bool = False, keep_eve
     checkpoints = complete(run_dir, non_persistent)
     replaced = [folder for folder, following in pairwise(checkpoints) if step_in(folder) == step_in(following)]
     kept = [folder for folder in checkpoints if folder not in replaced]
-    old = [folder for folder in kept[:-keep] if not multiple or step_in(folder) % multiple] if keep else []
+    existing = {step_in(folder) for folder in kept}
+    spared = set([step for step in best if step in existing][:best_count])
+    old = kept[:-keep] if keep else []
+    old = [folder for folder in old if (not multiple or step_in(folder) % multiple) and step_in(folder) not in spared]
     for folder in (*replaced, *old):
         remove(folder)
 

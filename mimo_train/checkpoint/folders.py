@@ -21,6 +21,7 @@ from typing import Any
 
 from data.storage.object_store import store_of
 from data.storage.url import WEB, Place, Url, place_of
+from mimo_train.checkpoint import best
 from mimo_train.checkpoint.damage import (
     REMEDY,
     DamagedCheckpoint,
@@ -224,11 +225,14 @@ def require_none_later(run_dir: Place, start: Place | None) -> None:
 
 
 def in_folder(folder: Place, key: str) -> Place:
-    """Return the checkpoint that the value of `key` names: a checkpoint's folder, or the newest in a run's folder.
+    """Return the checkpoint that the value of `key` names: a checkpoint's folder, the newest in a run's folder, or the
+    best of a run (`RUN/checkpoints/best`).
 
     Raises:
         UserError: the folder has no complete checkpoint, or a later incomplete one.
     """
+    if best.is_best(folder):
+        return best_of(folder, key)
     if isinstance(folder, Url) and folder.scheme in WEB and not is_complete(folder):
         raise UserError(
             f"{key}: no complete checkpoint at {folder}: give the URL of a checkpoint itself, since a web server does "
@@ -239,6 +243,25 @@ def in_folder(folder: Place, key: str) -> Place:
         require_own_format(folder, f"{key}: ")
         raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
     return checkpoint
+
+
+def best_of(path: Place, key: str) -> Place:
+    """Return the best complete checkpoint of a run; `path`: its `checkpoints/best`.
+
+    Raises:
+        UserError: there is no such file, or none of its checkpoints exists; with `key`.
+    """
+    steps = best.steps_in(path, key)
+    run_dir = path.parent.parent
+    if isinstance(path, Url) and path.scheme in WEB:  # which cannot be listed
+        folders = [step_folder(run_dir, step) for step in steps]
+        existing = {step_in(folder): folder for folder in folders if is_complete(folder)}
+    else:
+        existing = {step_in(folder): folder for folder in complete(run_dir)}
+    for step in steps:
+        if step in existing:
+            return existing[step]
+    raise UserError(f"{key}: none of the checkpoints in {path} exists (steps {', '.join(map(str, steps)) or 'none'})")
 
 
 def is_complete(folder: Place) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from data.storage.object_store import store_of
 from data.storage.url import WEB, Place, Url
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.best import is_best
 from mimo_train.checkpoint.damage import damage_in
 from mimo_train.checkpoint.format.files import COMPLETE, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Index, Key, is_of_rank
@@ -77,6 +78,8 @@ def folders_at(path: Place) -> list[Place]:
     Raises:
         UserError: there is none.
     """
+    if is_best(path):
+        return [folders.best_of(path, "PATH")]
     if folders.is_complete(path):
         return [path]
     paths: list[Place] = []

@@ -52,6 +52,19 @@ class Target:
     """Number of checkpoints of the run to keep; 0 keeps all."""
     keep_every: int
     """Keep every step that is a multiple of this; 0 for none."""
+    best: tuple[int, ...] = ()
+    """Evaluated steps, the best first, with `checkpoint.keep_best`."""
+    best_count: int = 0
+    """Number of the best to keep."""
+
+    def remove_old(self) -> None:
+        """Remove the checkpoints that are not kept. An error is a warning. Not collective."""
+        try:
+            folder_changes.remove_old(
+                self.run_dir, self.keep, self.non_persistent, self.keep_every, self.best, self.best_count
+            )
+        except OSError as error:
+            _logger.warning("an old checkpoint cannot be removed (%s)", error)
 
 
 class _Job:
@@ -177,10 +190,7 @@ class Save:
         target = self._target
         text = folders.record_text(self._record)  # here, because it takes as long as copying 40 MB
         complete(self.folder, len(self._sizes), {folders.RECORD: text}, self._sizes)
-        try:
-            folder_changes.remove_old(target.run_dir, target.keep, target.non_persistent, target.keep_every)
-        except OSError as error:
-            _logger.warning("an old checkpoint cannot be removed (%s)", error)
+        target.remove_old()
 
     def _advance(self, *, agree: bool) -> None:
         """Advance from writing to committing to the end. Collective if `agree`."""

@@ -202,7 +202,8 @@ def _summary(run: "Run") -> list[str]:
 
 def held_out_line(line: dict[str, float], at: str = "eval/") -> str:
     """Return the result of the last evaluation, a line of metrics.jsonl, on the set whose keys begin with `at`."""
-    of_set = "test" if at == "test/" else f"held-out {at.removeprefix('eval/').rstrip('/')}".rstrip()
+    kind, _, name = at.rstrip("/").partition("/")
+    of_set = f"{'test' if kind == 'test' else 'held-out'} {name}".rstrip()
     if not line[f"{at}samples"]:
         return f"{of_set}: no sample has a token with loss, so that nothing is measured (step {line['step']})"
     exact = f" exact match {line[f'{at}exact_match']:.3f}," if f"{at}exact_match" in line else ""

@@ -12,7 +12,7 @@ from data.index.find_shards import split_commas
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, Fault
 
-_TRAIN, _HELD_OUT = "train", "val"
+_TRAIN, _HELD_OUT, _TEST = "train", "val", "test"
 
 
 def fill_in_energon(plain: dict[str, Any]) -> None:
@@ -52,13 +52,15 @@ def _places(data: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "data.shards", _TRAIN, data
     if isinstance(data.get("validation_shards"), str) and data["validation_shards"]:
         yield "data.validation_shards", _HELD_OUT, data
-    mix, sets = data.get("mix"), data.get("validation")
+    mix = data.get("mix")
     for at, source in enumerate(mix if isinstance(mix, list) else []):
         if isinstance(source, dict) and isinstance(source.get("shards"), str):
             yield f"data.mix[{at}].shards", _TRAIN, source
-    for name, source in (sets if isinstance(sets, dict) else {}).items():
-        if isinstance(source, dict) and isinstance(source.get("shards"), str):
-            yield f"data.validation.{name}.shards", _HELD_OUT, source
+    for section, split in (("validation", _HELD_OUT), ("test", _TEST)):
+        sets = data.get(section)
+        for name, source in (sets if isinstance(sets, dict) else {}).items():
+            if isinstance(source, dict) and isinstance(source.get("shards"), str):
+                yield f"data.{section}.{name}.shards", split, source
 
 
 def _fill_in_metadataset(data: dict[str, Any], key: str) -> None:

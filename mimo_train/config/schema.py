@@ -97,6 +97,9 @@ class ConfigContainer(Section):
         yield from self.train.faults()
         yield from self.optim.faults(self.train.precision)
         yield from self.checkpoint.faults()
+        watched = (("checkpoint.keep_best", self.checkpoint.keep_best), ("train.stop_early", self.train.stop_early))
+        for key, section in watched:
+            yield from section.faults(key, self.data.evaluates_at, self.train.eval_interval)
         for name, load in self.checkpoint.load_modules.items():
             yield from load.faults(f"checkpoint.load_modules.{name}", name, list(self.modules))
         llm = self.modules[LANGUAGE].llm if LANGUAGE in self.modules else None

@@ -8,6 +8,7 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
 from mimo_train.config.paths import place_faults
+from mimo_train.config.schema_selection import KeepBestConfig
 
 
 @dataclass
@@ -68,6 +69,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep; 0: all."""
     keep_every: int = key(0, at_least=0)
     """Also keep checkpoints at multiples of this step."""
+    keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
+    """Save and keep the best checkpoints by a metric. See docs/checkpoints.md#the-best-checkpoints."""
     non_persistent_interval: int = key(0, at_least=0)
     """Steps between extra checkpoints of which only the newest stays; 0: none."""
 

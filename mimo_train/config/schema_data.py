@@ -11,11 +11,12 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.paths import demo_faults
 from mimo_train.config.schema_mix import (
+    HeldOutConfig,
     MixChange,
     SourceConfig,
-    ValidationConfig,
     fields_faults,
     mix_faults,
+    named_set_faults,
     source_names,
     validation_faults,
 )
@@ -59,10 +60,12 @@ class DataConfig(Section):
     """When a source has given all samples: `repeat` (in another order) or `stop` the run."""
     validation_shards: str = ""
     """Held-out shards, in the forms of `shards`."""
-    validation: dict[str, ValidationConfig] = field(default_factory=dict)
+    validation: dict[str, HeldOutConfig] = field(default_factory=dict)
     """Further held-out sets by name: `{charts: {shards: shards/charts}}`. See docs/data.md#held-out-sets."""
     test_shards: str = ""
     """Shards that are evaluated once, after the last step, as `test/loss`."""
+    test: dict[str, HeldOutConfig] = field(default_factory=dict)
+    """Further test sets by name: `test/NAME/loss`."""
     validation_fraction: float = key(0.0, at_least=0, below=1)
     """Share of the training samples to hold out. See docs/data.md#held-out-sets."""
     split: str = ""
@@ -136,6 +139,16 @@ class DataConfig(Section):
             return 0.0
         return end - begin
 
+    @property
+    def evaluates_at(self) -> dict[str, int]:
+        """Prefix in metrics of each held-out set that is evaluated during training, and the set's interval; 0:
+        `train.eval_interval`."""
+        unnamed = bool(self.validation_shards) or (bool(self.held_out_by) and not self.mix)
+        prefixes = {"eval/": 0} if unnamed else {}
+        if self.held_out_by:
+            prefixes |= {f"eval/{name}/": 0 for name in source_names(self.mix)}
+        return prefixes | {f"eval/{name}/": item.interval for name, item in self.validation.items()}
+
     def faults(self) -> Iterator[Fault]:
         """Yield invalid values, and demos that would overwrite other shards."""
         inside = {"data.bounds": self.bounds, "data.video": self.video}
@@ -154,6 +167,9 @@ class DataConfig(Section):
             if are_sound("mix", "validation", "validation_shards"):
                 names = source_names(self.mix)
                 yield from validation_faults(self.validation, self.validation_shards, self.held_out_by, names)
+        for name, named in (("validation", self.validation), ("test", self.test)):
+            if are_sound(name):
+                yield from named_set_faults(f"data.{name}", named)
         if are_sound("tokenizer"):
             yield from self._tokenizer_faults()
         if (
@@ -166,7 +182,8 @@ class DataConfig(Section):
                 f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
             )
         places = [self.shards, self.validation_shards, self.test_shards]
-        places += [source.shards for source in self.mix] + [source.shards for source in self.validation.values()]
+        sets = (*self.validation.values(), *self.test.values())
+        places += [source.shards for source in self.mix] + [each.shards for each in sets]
         if self.cache_bytes > 0 and not any("://" in place for place in places):
             text = f"is {self.cache_bytes}, but no shards are remote. Set it to 0"
             yield Fault("data.cache_bytes", text)

@@ -42,13 +42,17 @@ class MixChange(Section):
 
 
 @dataclass
-class ValidationConfig(Section):
-    """A held-out set with a name."""
+class HeldOutConfig(Section):
+    """A held-out or test set with a name."""
 
     shards: str = ""
     """As `data.shards`. Required."""
     fields: dict[str, Any] = field(default_factory=dict)
     """As `data.fields`, which applies if this is empty."""
+    interval: int = key(0, at_least=0)
+    """Steps between its evaluations; 0: `train.eval_interval`. Not for test sets."""
+    samples: int = key(0, at_least=0)
+    """Samples per evaluation; 0: `train.eval_samples`."""
 
 
 def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:
@@ -124,22 +128,31 @@ def _schedule_faults(schedule: Sequence[MixChange], weights: Mapping[str, float]
             yield Fault(f"{place}.weights", "every weight is 0 from this step on. Set one above 0")
 
 
-def validation_faults(
-    validation: Mapping[str, ValidationConfig], shards: str, held_out_by: str, names: Sequence[str]
-) -> Iterator[Fault]:
-    """Yield faults of held-out sets; `shards`: `data.validation_shards`; `held_out_by`: key that holds out training
-    samples, or empty; `names`: of the sources of a mixture."""
-    for name, item in validation.items():
+def named_set_faults(key: str, sets: Mapping[str, HeldOutConfig]) -> Iterator[Fault]:
+    """Yield faults of `data.validation` or `data.test`, which `key` names."""
+    for name, item in sets.items():
         if not _NAME.fullmatch(name) or name in TAKEN:
             yield Fault(
-                "data.validation",
-                f"names are of letters, digits and _.-, and not {', '.join(TAKEN)}; one is {name!r}: give another",
+                key, f"names are of letters, digits and _.-, and not {', '.join(TAKEN)}; one is {name!r}: give another"
             )
             continue
-        yield from value_faults(item, f"data.validation.{name}")
-        yield from fields_faults(item.fields, f"data.validation.{name}.fields")
+        yield from value_faults(item, f"{key}.{name}")
+        yield from fields_faults(item.fields, f"{key}.{name}.fields")
         if not item.shards.strip():
-            yield Fault(f"data.validation.{name}.shards", "is empty: give a folder, a glob or a brace range")
+            yield Fault(f"{key}.{name}.shards", "is empty: give a folder, a glob or a brace range")
+        if key == "data.test" and item.interval:
+            yield Fault(
+                f"{key}.{name}.interval",
+                f"is {item.interval}, but test sets are evaluated once, after the last step. Move the set to "
+                "data.validation, or remove the key",
+            )
+
+
+def validation_faults(
+    validation: Mapping[str, HeldOutConfig], shards: str, held_out_by: str, names: Sequence[str]
+) -> Iterator[Fault]:
+    """Yield faults of held-out sets together; `shards`: `data.validation_shards`; `held_out_by`: key that holds out
+    training samples, or empty; `names`: of the sources of a mixture."""
     if held_out_by and shards:
         yield Fault(
             held_out_by,

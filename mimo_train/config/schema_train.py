@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
+from mimo_train.config.schema_selection import StopEarlyConfig
 from mimo_train.config.tasks import TASKS
 
 RECOMPUTE = ("none", "selective", "full")
@@ -72,6 +73,9 @@ class TrainConfig(Section):
     """Steps between log lines."""
     rampup_batch_size: list[int] = key(factory=list, at_least=0, at_most=2**53)
     """`[first size, increment, samples]`: grow the global batch in equal steps over that many samples."""
+    stop_early: StopEarlyConfig = field(default_factory=StopEarlyConfig)
+    """End the run if a metric of evaluations no longer improves. See
+    docs/checkpoints.md#the-best-checkpoints."""
     skip_iters: list[int] = key(factory=list, at_least=1)
     """Steps, counted from 1, to skip with their samples."""
     loss_weights: dict[str, float] = field(default_factory=dict)

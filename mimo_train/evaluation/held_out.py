@@ -20,7 +20,6 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
-from mimo_train.evaluation.predictions import FILE as PREDICTIONS
 from mimo_train.evaluation.predictions import PredictStep, predictions_of, write_predictions, write_samples
 from mimo_train.inputs.datasets import HeldOutSet, build_dataset, held_out_sets
 from mimo_train.inputs.padding import padding_of_documents
@@ -54,7 +53,7 @@ class Ending(NamedTuple):
 
 
 class HeldOut:
-    """The samples of a held-out set, all or the first `train.eval_samples`, and evaluations on them."""
+    """The samples of a held-out set, all or the first ones, and evaluations on them."""
 
     def __init__(
         self,
@@ -81,17 +80,14 @@ class HeldOut:
         self._run, self._pipeline, self._tokenizer, self._ending = run, pipeline, tokenizer, ending or Ending()
         self.prefix, self.is_test, self._shows = of.prefix, of.is_test, shows and writes_text
         self._writes_text = writes_text
-        self._predictions = f"test_{PREDICTIONS}" if of.is_test else PREDICTIONS
-        if of.name:
-            self._predictions = f"predictions_{of.name}.jsonl"
+        self._predictions, self.interval = of.predictions, of.interval
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=of)
         apart = run.cfg.data.separate_documents and isinstance(self.dataset, TokenDataset)
         self._padding = padding_of_documents(run.cfg) if apart else None
         if features is not None:
             features.serve(self.dataset)
         self._report: BadSampleReport | None = None
-        wanted = run.cfg.train.eval_samples or len(self.dataset)
-        self.samples = min(wanted, len(self.dataset))
+        self.samples = min(of.samples or len(self.dataset), len(self.dataset))
         self.steps = math.ceil(self.samples / run.batch.global_batch_size)
 
     def tell_of_bad_samples_by(self, report: BadSampleReport) -> None:

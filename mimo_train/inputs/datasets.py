@@ -20,7 +20,7 @@ from encoders.transformers_media.spec import MediaSpec
 from encoders.transformers_media.tower_spec import AutoTowerSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import VideoConfig, split_parts
-from mimo_train.config.schema_mix import source_names
+from mimo_train.config.schema_mix import HeldOutConfig, source_names
 from mimo_train.config.schema_modules import ModuleConfig
 
 if TYPE_CHECKING:
@@ -158,13 +158,23 @@ class HeldOutSet:
     """Held-out fraction of `source`; 0 if `source` is not trained on."""
     is_test: bool = False
     """True if it is evaluated only after the last step, as `test/loss`."""
+    interval: int = 0
+    """Steps between its evaluations; 0: after the last step only."""
+    samples: int = 0
+    """Samples per evaluation; 0: all."""
+    samples_key: str = "train.eval_samples"
+    """Config key of `samples`."""
 
     @property
     def prefix(self) -> str:
         """Prefix of its metrics."""
-        if self.is_test:
-            return "test/"
-        return f"eval/{self.name}/" if self.name else "eval/"
+        kind = "test" if self.is_test else "eval"
+        return f"{kind}/{self.name}/" if self.name else f"{kind}/"
+
+    @property
+    def predictions(self) -> str:
+        """Name of the file with its predictions."""
+        return f"{'test_' if self.is_test else ''}predictions{self.name and '_'}{self.name}.jsonl"
 
 
 def training_sources(cfg: ConfigContainer) -> list[Source]:
@@ -182,26 +192,40 @@ def training_sources(cfg: ConfigContainer) -> list[Source]:
 
 
 def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
-    """Return the held-out sets of a run in the order in which they are evaluated, the test set last."""
+    """Return the held-out sets of a run in the order in which they are evaluated, test sets last."""
     from data.order.sources import Source
 
     data, key = cfg.data, cfg.data.held_out_by
+    usual = partial(HeldOutSet, interval=cfg.train.eval_interval, samples=cfg.train.eval_samples)
     sets = []
     if data.validation_shards:
         unnamed = "data.validation_shards"
-        sets.append(HeldOutSet("", unnamed, Source("", data.validation_shards, unnamed)))
+        sets.append(usual("", unnamed, Source("", data.validation_shards, unnamed)))
     if key:
         # The weight, which may be 0, is for training only.
         sources = [replace(item, weight=None) for item in training_sources(cfg)]
-        sets += [HeldOutSet(item.name, key, item, data.held_out_share) for item in sources]
-    for name, item in data.validation.items():
-        prefix = f"data.validation.{name}"
-        fields = _fields(item.fields, f"{prefix}.fields") if item.fields else None
-        sets.append(HeldOutSet(name, f"{prefix}.shards", Source("", item.shards, f"{prefix}.shards", fields=fields)))
+        sets += [usual(item.name, key, item, data.held_out_share) for item in sources]
+    sets += [_named_set(cfg, "data.validation", name, item) for name, item in data.validation.items()]
     if data.test_shards:
         test = Source("", data.test_shards, "data.test_shards")
-        sets.append(HeldOutSet("", "data.test_shards", test, is_test=True))
-    return sets
+        sets.append(HeldOutSet("", "data.test_shards", test, is_test=True, samples=cfg.train.eval_samples))
+    return sets + [_named_set(cfg, "data.test", name, item) for name, item in data.test.items()]
+
+
+def _named_set(cfg: ConfigContainer, section: str, name: str, item: HeldOutConfig) -> HeldOutSet:
+    from data.order.sources import Source
+
+    key = f"{section}.{name}"
+    fields = _fields(item.fields, f"{key}.fields") if item.fields else None
+    return HeldOutSet(
+        name,
+        f"{key}.shards",
+        Source("", item.shards, f"{key}.shards", fields=fields),
+        is_test=section == "data.test",
+        interval=item.interval or cfg.train.eval_interval,
+        samples=item.samples or cfg.train.eval_samples,
+        samples_key=f"{key}.samples" if item.samples else "train.eval_samples",
+    )
 
 
 def build_dataset(

@@ -13,12 +13,15 @@ from mimo_train.evaluation.held_out import EvaluationStopped, HeldOut
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.logging import progress
 from mimo_train.logging.console import CountBar
+from mimo_train.logging.metrics_log import RECORD
+from mimo_train.logging.sinks.jsonl import iter_metrics
 from mimo_train.training.callbacks import Callback, Callbacks
 from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session
 from mimo_train.training.shutdown import AgreedVotes, is_due
 from mimo_train.training.step.forward_step import ForwardStepCallable
 from mimo_train.training.step.state import GlobalState, StepResult
+from mimo_train.training.watching import missing, note_scores, stop_reason
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class EvaluationHooks:
 
 
 class Evaluator(Callback):
-    """Evaluates every `train.eval_interval` steps and after the last one, which includes the test set.
+    """Evaluates each held-out set at its interval, and all sets and the test sets after the last step. Keeps the best
+    checkpoints and ends the run early, as the config says.
 
     Votes that end an evaluation become those of the session, and the run is saved.
     """
@@ -52,32 +56,58 @@ class Evaluator(Callback):
 
     def on_train_start(self, state: GlobalState, model: list) -> None:
         """Evaluate the step that the run resumes from, unless an earlier job did on these sets. Collective."""
-        sets = self._due()
-        if not state.train_state.step or not sets:
-            return
-        is_done = torch.tensor(
-            int(state.is_logging_rank and self._is_done(sets)), device=self._session.parts.pipeline.device
-        )
-        dist.all_reduce(is_done)
-        if not int(is_done):
-            self.on_step_end(state)
+        if state.train_state.step:
+            self._evaluate_due(StepResult(), resumed=True)
 
-    def on_step_end(self, state: GlobalState, result: StepResult | None = None) -> None:
+    def on_step_end(self, state: GlobalState, result: StepResult) -> None:
         """Evaluate if due; the next job does it if a rank was asked to end the run. Collective."""
-        votes = self._session.votes
-        before, votes.agreed = votes.agreed, self._evaluate(votes.agreed)
-        if votes.agreed != before:
-            self._saver.on_step_end(state, result or StepResult())
+        self._evaluate_due(result)
 
-    def _evaluate(self, votes: AgreedVotes) -> AgreedVotes:
-        """Return the votes, including those that ended the evaluation."""
-        state, sets = self._session.state, self._due()
-        step = state.train_state.step
+    def _evaluate_due(self, result: StepResult, *, resumed: bool = False) -> None:
+        """Evaluate the sets that are due, and act on the metrics that the config watches.
+
+        Args:
+            resumed: sets that an earlier job has evaluated at this step are not evaluated again.
+        """
+        state, votes, before = self._session.state, self._session.votes, self._session.votes.agreed
+        watch, sets = state.cfg.train.stop_early, self._due()
+        values = self._values(sets, resumed)
+        if values is not None and sets:
+            during = [each.prefix for each in self._session.held_out_sets if not each.is_test]
+            note_scores(state, values, [each.prefix for each in sets], during)
+            reason = stop_reason(watch, state.train_state.scores)
+            if reason and state.stopped_early is None and state.train_state.step < state.last_step:
+                state.console.message(f"stopping early at step {state.train_state.step}: {reason}")
+                state.stopped_early = state.train_state.step
+                self._values([each for each in self._session.held_out_sets if each not in sets], resumed)
+            if state.cfg.checkpoint.keep_best.metric:
+                self._saver.keep_best()
+        if votes.agreed != before or state.stopped_early is not None:
+            self._saver.on_step_end(state, result)
+
+    def _values(self, sets: list[HeldOut], resumed: bool) -> dict[str, float] | None:
+        """Return the values of an evaluation, of an earlier job if `resumed` and it has made it; None if votes have
+        ended it. The values are on ranks of the last stage only. Collective."""
         if not sets:
-            return votes
+            return {}
+        if resumed:
+            state, device = self._session.state, self._session.parts.pipeline.device
+            values = self._values_of_earlier_job(sets) if state.is_logging_rank else None
+            is_done = torch.tensor(int(values is not None), device=device)
+            dist.all_reduce(is_done)
+            if int(is_done):
+                return values or {}
+        return self._evaluate(sets)
+
+    def _evaluate(self, sets: list[HeldOut]) -> dict[str, float] | None:
+        """Evaluate `sets`, write the values, and return them; None if votes have ended the evaluation. Sets the
+        session's votes, including those."""
+        state, votes = self._session.state, self._session.votes.agreed
+        step = state.train_state.step
         is_last = step == state.last_step
         if votes.signalled or votes.out_of_time:
-            return AgreedVotes(votes.signalled, votes.out_of_time, evaluation_left=is_last)
+            self._session.votes.agreed = AgreedVotes(votes.signalled, votes.out_of_time, evaluation_left=is_last)
+            return None
         bar = CountBar(
             f"evaluation at step {step}", sum(each.samples for each in sets), "samples", write=state.console.message
         )
@@ -91,7 +121,8 @@ class Evaluator(Callback):
                 f"evaluation at step {step} stopped after {bar.done:,} samples: the run is to end. It is repeated when "
                 "the run resumes"
             )
-            return AgreedVotes(*stopped.votes, evaluation_left=is_last)
+            self._session.votes.agreed = AgreedVotes(*stopped.votes, evaluation_left=is_last)
+            return None
         finally:
             bar.close()
         self._write(values, sets)
@@ -101,26 +132,33 @@ class Evaluator(Callback):
             if hooks.process is not None and state.is_logging_rank:
                 hooks.process(data, step, state.tensorboard_logger)
         self._callbacks.fire("on_evaluation", state, values)
-        return votes
+        return values
 
     def _due(self) -> list[HeldOut]:
         state, sets = self._session.state, self._session.held_out_sets
         step = state.train_state.step
         if step == state.last_step:
             return list(sets)
-        evaluates = is_due(state.cfg.train.eval_interval, step)
-        return [each for each in sets if evaluates and not each.is_test]
+        return [each for each in sets if is_due(each.interval, step) and not each.is_test]
 
-    def _is_done(self, sets: list[HeldOut]) -> bool:
-        state, is_done = self._session.state, False
-        step = str(state.train_state.step)
+    def _values_of_earlier_job(self, sets: list[HeldOut]) -> dict[str, float] | None:
+        """Return the values of these sets at this step from metrics.jsonl; None if no earlier job has evaluated them,
+        or not all that the config watches."""
+        state, is_done, values = self._session.state, False, dict[str, float]()
+        step, prefixes = str(state.train_state.step), [each.prefix for each in sets]
         with suppress(OSError):
             for _, kind, facts in progress.events(state.run_dir):
                 if kind == progress.START and facts.get("step", step).isdigit() and int(facts["step"]) < int(step):
                     is_done = False  # a later job trained this step again
-                if kind == progress.EVALUATION and facts.get("step") == step:
+                is_of_sets = kind == progress.EVALUATION and any(f"{prefix}samples" in facts for prefix in prefixes)
+                if is_of_sets and facts.get("step") == step:
                     is_done = facts.get("sets") == self._digest(sets)
-        return is_done
+            for line in iter_metrics(state.run_dir / RECORD) if is_done else ():
+                if line["step"] == state.train_state.step:
+                    values |= line
+        if not is_done or any(f"{prefix}samples" not in values for prefix in prefixes):
+            return None
+        return None if missing(state.cfg, values, prefixes, prefixes) else values
 
     def _write(self, values: dict[str, float], sets: list[HeldOut]) -> None:
         state, step = self._session.state, self._session.state.train_state.step

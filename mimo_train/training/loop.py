@@ -17,6 +17,7 @@ from mimo_train.training.shutdown import AgreedVotes, exit_reason
 from mimo_train.training.step.forward_step import ForwardStepCallable, prepare_forward_step_func
 from mimo_train.training.step.state import StepResult
 from mimo_train.training.train_step import forward_backward, train_step
+from mimo_train.training.watching import stop_reason
 
 PASSED_OVER = StepResult()
 """Result of a step of `train.skip_iters`: its samples are consumed without a forward pass or an update."""
@@ -94,5 +95,8 @@ def finish(session: Session) -> int:
     state.console.close()
     reason = exit_reason(state, session.votes.agreed) or "asked by the step"
     if state.is_logging_rank:
-        progress_log.append(state.run_dir, progress_log.EXIT, step=state.train_state.step, reason=reason)
+        why = {}
+        if state.stopped_early is not None and reason == progress_log.FINISHED:
+            why["stop_early"] = stop_reason(state.cfg.train.stop_early, state.train_state.scores)
+        progress_log.append(state.run_dir, progress_log.EXIT, step=state.train_state.step, reason=reason, **why)
     return 0 if reason == progress_log.FINISHED else stopped_code()

@@ -46,8 +46,8 @@ class Saver(Callback):
         self._session, self._callbacks, self.is_ending = session, callbacks, False
         self._first_step = session.state.train_state.step
         """The step from which this job started."""
-        self._saved_step = -1
-        """The last step with a persistent checkpoint of this job, complete or in flight."""
+        self._saved_step = session.checkpointer.resumed_step
+        """The last step with a persistent checkpoint in the run's folder, complete or in flight."""
         self._in_flight: _Facts | None = None
         self._failures = 0
         """Failed saves in a row."""
@@ -133,6 +133,19 @@ class Saver(Callback):
         saved = self.save(data, reason, run_dir=folder)
         assert isinstance(saved, Path)
         return saved
+
+    def keep_best(self) -> None:
+        """Save the current step if its evaluation is among the best and it has no persistent checkpoint, and name the
+        best ones. Collective.
+
+        Raises:
+            SaveFailed: see `save_and_decide_exit`.
+        """
+        if not self._checkpointer.is_among_best():
+            return
+        if self._saved_step != self._state.train_state.step:
+            self._begin(self._session.data, "keep_best", non_persistent=False)
+        self._checkpointer.name_best()
 
     def finish(self, *, can_end: bool = True) -> None:
         """Wait for the save in flight and report it. Raises SaveFailed only if `can_end`. Collective."""

@@ -12,7 +12,7 @@ from data.demo.make import MARKER
 from data.loader import StepLoader
 from data.order.step import Batching, Reader
 from mimo_train.config.errors import UserError
-from mimo_train.config.schema_mix import MixChange, SourceConfig, ValidationConfig
+from mimo_train.config.schema_mix import HeldOutConfig, MixChange, SourceConfig
 from mimo_train.inputs.datasets import build_dataset, tokenizer_of
 from mimo_train.run_dataset import open_dataset
 from tests.tars import write_tar
@@ -84,7 +84,7 @@ def test_weights_of_a_mixture_change_at_their_step(shards):
 
 def test_held_out_sets_have_their_names(shards):
     cfg = config(shards("train", 4), validation_shards=shards("first", 3))
-    cfg.data.validation = {"other": ValidationConfig(shards("second", 2))}
+    cfg.data.validation = {"other": HeldOutConfig(shards("second", 2))}
     cfg.train.eval_samples = 2
     first, other = open_dataset(cfg, split="validation"), open_dataset(cfg, split="validation/other")
     assert [[sample.key for sample in dataset] for dataset in (first, other)] == [

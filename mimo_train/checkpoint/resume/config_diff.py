@@ -47,7 +47,7 @@ FREE = {
     "train": {
         *("micro_batch_size", "recompute", "logits", "manual_gc_interval"),
         *("eval_interval", "report_samples", "log_interval"),  # reporting
-        *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun"),  # stopping
+        *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun", "stop_early"),  # stopping
         "compile",
     },
     "optim": {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},

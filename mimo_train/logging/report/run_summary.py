@@ -96,8 +96,9 @@ def headline(data: dict[str, Column], iters: int) -> list[Number]:
     """Return the headline numbers that have metrics; `iters` is the run's target number of steps."""
     # Use the newest evaluation: the run may have had other sets before.
     newest = max(held_out_keys(data, "samples"), key=lambda key: data[key].steps[-1], default="eval/samples")
+    tests = [key.removesuffix("samples") for key in data if key.startswith("test/") and key.endswith("/samples")]
     numbers = []
-    for prefix, label in ((newest.removesuffix("samples"), "Held-out"), ("test/", "Test")):
+    for prefix, label in ((newest.removesuffix("samples"), "Held-out"), *((prefix, "Test") for prefix in tests)):
         for name, form in (("exact_match", "{:.1%}"), ("loss", "{:.4f}")):
             last = data[f"{prefix}{name}"].last_finite() if f"{prefix}{name}" in data else None
             if last is not None:
@@ -124,8 +125,8 @@ def held_out_keys(data: dict[str, Column], name: str) -> list[str]:
 
 
 def set_of(key: str) -> str:
-    """Return the name of a key's set; empty for the unnamed set."""
-    return key.removeprefix("eval/").rpartition("/")[0]
+    """Return the name of a key's set; empty for unnamed sets."""
+    return "/".join(key.split("/")[1:-1])
 
 
 def _finite(data: dict[str, Column], key: str) -> list[float]:

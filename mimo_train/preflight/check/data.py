@@ -92,7 +92,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
         if is_training and samples:
             counts[key] = samples
         elif samples:
-            _add_fewer(report, cfg, key, samples)
+            _add_fewer(report, next(item for item in sets if item.key == key), samples)
     seen = Seen(of_sources=[part for *_, part in sources])
     seen.complete = all(part.complete for part in seen.of_sources)
     seen.fingerprint = seen.of_sources[0].fingerprint if len(sources) == 1 else None
@@ -154,7 +154,7 @@ def _add_length(
             for held_out_set in held_out_sets(cfg):
                 if held_out_set.fraction:
                     with closing(build_dataset(cfg, tokenizer, held_out=held_out_set)) as held_out:
-                        _add_fewer(report, cfg, held_out_set.key, len(held_out))
+                        _add_fewer(report, held_out_set, len(held_out))
                         add_leakage(report, held_out_set, dataset, held_out)
         except DataError as error:
             report.faults.append(fault_of(error, next(iter(counts))))
@@ -288,10 +288,11 @@ def _add_repeats(report: Report, cfg: ConfigContainer) -> None:
             )
 
 
-def _add_fewer(report: Report, cfg: ConfigContainer, key: str, samples: int) -> None:
+def _add_fewer(report: Report, held_out_set: HeldOutSet, samples: int) -> None:
     """Warn if there are fewer held-out samples than an evaluation requests."""
-    if cfg.train.eval_samples > samples:
+    if held_out_set.samples > samples:
+        limit = held_out_set.samples_key
         report.warnings.append(
-            f"{key}: train.eval_samples asks for {plural(cfg.train.eval_samples, 'sample')}, and there are "
+            f"{held_out_set.key}: {limit} asks for {plural(held_out_set.samples, 'sample')}, and there are "
             f"{samples:,}: an evaluation takes these"
         )

@@ -71,6 +71,8 @@ class TrainState(FixedKeys):
     """Steps in which no token had a loss."""
     floating_point_operations_so_far: float = 0.0
     """Model FLOPs of all modules."""
+    scores: dict[str, list[list[float]]] = field(default_factory=dict)
+    """[step, value] of each evaluation, of the metrics that `checkpoint.keep_best` and `train.stop_early` watch."""
 
     def count(self, samples: int, tokens: int, result: StepResult, passed_over: bool = False) -> None:
         """Count a step of `samples` samples and `tokens` tokens; `passed_over` if `train.skip_iters` has it."""
@@ -81,12 +83,16 @@ class TrainState(FixedKeys):
         self.skipped_iters += result.skipped_iter
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain numbers and a list of integers."""
+        """Return the attributes as plain numbers, lists and a dict of lists."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a checkpoint's state; raises TypeError for a wrong value, AttributeError for an unknown name."""
         for name, value in state.items():
+            if name == "scores":
+                _require_scores(value)
+                self.scores = value
+                continue
             kind = type(getattr(self, name))
             types = (int, float) if kind is float else (int,)
             numbers = value if kind is list else [value]
@@ -95,6 +101,16 @@ class TrainState(FixedKeys):
             ):
                 raise TypeError(f"{name} is {value!r}")
             setattr(self, name, kind(value))
+
+
+def _require_scores(value: Any) -> None:
+    """Raise TypeError if a checkpoint's value is not `TrainState.scores`."""
+    lists: list[Any] = list(value.values()) if isinstance(value, dict) else [None]
+    entries: list[Any] = [entry for scores in lists for entry in (scores if isinstance(scores, list) else [None])]
+    for entry in entries:
+        is_pair = isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and entry[0] >= 0
+        if not is_pair or type(entry[1]) not in (int, float):
+            raise TypeError(f"scores has {entry!r}")
 
 
 @dataclass
@@ -115,6 +131,8 @@ class GlobalState:
     data_ends: int | None = None
     """The step after which the data ends the run (`data.exhausted`), if before `train.iters`. Learning rates still
     follow `train.iters`."""
+    stopped_early: int | None = None
+    """The step after which `train.stop_early` ended the run."""
     _began: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +156,8 @@ class GlobalState:
     @property
     def last_step(self) -> int:
         """The step that ends the run."""
-        return self.cfg.train.iters if self.data_ends is None else self.data_ends
+        ends = (self.cfg.train.iters, self.data_ends, self.stopped_early)
+        return min(step for step in ends if step is not None)
 
     @property
     def layout(self) -> RunLayout:

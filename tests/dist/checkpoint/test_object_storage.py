@@ -9,9 +9,10 @@ import pytest
 
 from data.storage.object_store import store_of
 from data.storage.url import Url
-from mimo_train.checkpoint import folders, inspection
+from mimo_train.checkpoint import best, folders, inspection
 from mimo_train.cli import main
 from mimo_train.config.errors import UserError
+from mimo_train.config.schema_selection import KeepBestConfig
 from mimo_train.logging.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference
@@ -111,6 +112,15 @@ def test_only_the_newest_stay_and_nothing_else(whole, storage):
     files = ("COMPLETE", "index.json", "run.json", "rank_00000.safetensors", "rank_00001.safetensors")
     assert objects == {f"checkpoints/{name}/{file}" for name in names(ROOT) for file in files}
     assert not (whole / "checkpoints").exists()
+
+
+def test_the_best_is_named_in_storage(whole):
+    watch = KeepBestConfig("eval/loss", "min")
+    for best_step in (6, 7):  # replaced
+        best.write(folders.checkpoints_dir(ROOT), watch, [(4, 0.1), (best_step, 0.2)])
+        file = folders.checkpoints_dir(ROOT) / "best"
+        assert folders.step_in(folders.in_folder(file, "checkpoint.weights")) == best_step
+    store_of(file).remove([file])
 
 
 def test_neither_a_kill_nor_an_upload_that_fails_loses_anything(whole, storage, digits, tmp_path):

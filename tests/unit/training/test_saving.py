@@ -18,7 +18,7 @@ class Slow:
     """A checkpointer whose saves are never done before they are waited for."""
 
     def __init__(self, calls: list, clock: list):
-        self.calls, self.clock, self.memory_shortage = calls, clock, ""
+        self.calls, self.clock, self.memory_shortage, self.resumed_step = calls, clock, "", -1
 
     def begin(self, data, *, non_persistent):
         self.calls.append("begin")
