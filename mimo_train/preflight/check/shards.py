@@ -26,10 +26,10 @@ from mimo_train.inputs.datasets import (
     build_dataset,
     fields_of,
     held_out_sets,
-    require_none_for_tokens,
     shard_dataset,
     without_split,
 )
+from mimo_train.inputs.token_files import require_none_for_tokens
 from mimo_train.preflight.check.report import Report, fault_of, spread
 
 if TYPE_CHECKING:

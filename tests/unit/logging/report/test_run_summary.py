@@ -18,7 +18,7 @@ def test_of_sets_that_were_changed_the_newest_stands_at_the_top_and_the_test_set
     new = {"step": 9, "eval/charts/loss": 0.25, "eval/charts/samples": 4, "test/loss": 0.75, "test/samples": 2}
     assert headline(columns([old, new]), 9) == [
         Number("Held-out loss", "0.2500", "charts, 4 samples, step 9"),
-        Number("Test loss", "0.7500", "test, 2 samples, step 9"),
+        Number("Test loss", "0.7500", "2 samples, step 9"),
     ]
 
 
