@@ -110,6 +110,13 @@ class Answer:
     text: str
     cut: str = ""
     """Why it was cut before the model ended its turn, as a sentence; empty if the model did."""
+    end: tuple[int, ...] = ()
+    """The token that ended the turn, if it was not cut."""
+
+    @property
+    def learned(self) -> list[int]:
+        """The tokens that the model wrote, with the one that ended the turn."""
+        return [*self.tokens, *self.end]
 
 
 def nowhere(_text: str) -> None:
@@ -204,7 +211,8 @@ class Answers:
         if not self._decoder.takes_lengths:
             groups = [list(equal) for _, equal in itertools.groupby(ordered, key=lambda draft: draft.length)]
         for group in groups:
-            yield from (group[at : at + self._batch_size] for at in range(0, len(group), self._batch_size))
+            size = self._batch_size if self._decoder.takes_batch([draft.prompt for draft in group[:2]]) else 1
+            yield from (group[at : at + size] for at in range(0, len(group), size))
 
     def _write(self, drafts: Sequence["Draft"]) -> None:
         """Write answers in one batch of the decoder."""
@@ -238,6 +246,7 @@ class Draft:
     """Why it is cut after these."""
     is_complete: bool = False
     cut: str = ""
+    end: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -253,7 +262,7 @@ class Draft:
         if self.is_complete:
             return
         if token in stop_ids:
-            self.is_complete = True
+            self.is_complete, self.end = True, (token,)
             return
         self.stream.add(token)
         if len(self.stream.tokens) == self.most:
@@ -261,7 +270,7 @@ class Draft:
 
     def answer(self) -> Answer:
         """Return the answer."""
-        return Answer(self.stream.tokens, self.stream.text, self.cut)
+        return Answer(self.stream.tokens, self.stream.text, self.cut, self.end)
 
 
 class Chat:

@@ -45,6 +45,9 @@ class Decoder:
         # A class of transformers has its own cache.
         self._is_as_is = hasattr(self._language, "new_cache")
         self._tp_group = pipeline.groups.collections[LANGUAGE].tp
+        model = unwrap_model(self._model)
+        self._placeholders = {*model.special_token_ids.values()} if isinstance(model, MimoModel) else set[int]()
+        self._is_exact_in_batches: bool | None = None
         self._cache: Any = None
         self._lengths_B = self._positions = torch.empty(0)
 
@@ -56,6 +59,25 @@ class Decoder:
             isinstance(getattr(layer.self_attention, "core_attention", None), SdpaAttention)
             for layer in self._language.decoder.layers
         )
+
+    def takes_batch(self, prompts: Sequence[Prompt]) -> bool:
+        """True if sequences have the same logits in a batch as alone. A class of transformers is tried once, on two
+        prompts of equal length: RWKV, for example, mixes the sequences of a batch (transformers 5.23)."""
+        if not self._is_as_is or len(prompts) < 2:
+            return True
+        if self._is_exact_in_batches is None:
+            token = self._padding_of(prompts)
+            other = next((each for each in prompts[1].ids if each not in (token, *self._placeholders)), token)
+            alone, together = (
+                [self.begin(some, len(some[0].ids) + 2), *(self.step([token, other][: len(some)]) for _ in range(2))]
+                for some in (prompts[:1], prompts[:2])
+            )
+            pairs = [(ours[0].float(), batched[0].float()) for ours, batched in zip(alone, together, strict=True)]
+            largest = torch.finfo(alone[0].dtype).eps ** 0.5
+            self._is_exact_in_batches = all(
+                float((ours - batched).abs().max()) <= largest * float(ours.abs().max()) for ours, batched in pairs
+            )
+        return self._is_exact_in_batches
 
     def begin(self, prompts: Sequence[Prompt], length: int) -> torch.Tensor:
         """Start sequences with their prompts; returns the logits [B, V] after them.
@@ -71,14 +93,14 @@ class Decoder:
             self._cache = self._language.new_cache()
         else:
             self._cache = Columns(len(prompts), length, is_padded=len(set(lengths)) > 1)
-        self._positions = torch.cat([_positions(prompt, length) for prompt in prompts], dim=-2).to(device)
+        self._positions = torch.cat([prompt.positions_to(length) for prompt in prompts], dim=-2).to(device)
         padding = self._padding_of(prompts)
         ids_BS = torch.tensor([prompt.ids + [padding] * (longest - len(prompt.ids)) for prompt in prompts])
         batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": self._positions[..., :longest]}
         if prompts[0].inputs:
             batch |= {"modality_inputs": _joined(prompts)}
         if any(prompt.blocks is not None for prompt in prompts):
-            batch |= {"blocks": torch.stack([_padded_blocks(prompt, longest) for prompt in prompts])}
+            batch |= {"blocks": torch.stack([prompt.blocks_to(longest) for prompt in prompts])}
         # One microbatch, all of it of this rank: features need no exchange.
         rows = {name: [[prompt.rows[name] for prompt in prompts]] for name in prompts[0].rows}
         self._pipeline.shapes.begin(rows, rows)
@@ -129,9 +151,7 @@ class Decoder:
 
     def _padding_of(self, prompts: Sequence[Prompt]) -> int:
         """Return a token for padding: any of text, because placeholders require features."""
-        model = unwrap_model(self._model)
-        placeholders = {*model.special_token_ids.values()} if isinstance(model, MimoModel) else set()
-        return next((token for prompt in prompts for token in prompt.ids if token not in placeholders), 0)
+        return next((token for prompt in prompts for token in prompt.ids if token not in self._placeholders), 0)
 
     def _places(self, columns: int) -> torch.Tensor:
         """Return the place of each column's token in its sequence, [B, C]; any for padding."""
@@ -220,21 +240,6 @@ def require_decodable(layout: RunLayout) -> None:
                 f"modules.{name}.layout.tp: is {module.tp}, and text is generated where it divides that of the "
                 f"language model ({language.tp}). Generate with another layout"
             )
-
-
-def _positions(prompt: Prompt, length: int) -> torch.Tensor:
-    """Return positions of a prompt and the text after it: [1, length], or [axes, 1, length] on several."""
-    if prompt.positions is None:
-        return torch.arange(length)[None]
-    rest = prompt.positions.max() + 1 + torch.arange(length - len(prompt.ids))
-    return torch.cat([prompt.positions, rest.expand(len(prompt.positions), -1)], dim=1)[:, None]
-
-
-def _padded_blocks(prompt: Prompt, length: int) -> torch.Tensor:
-    blocks = torch.full((length,), -1, dtype=torch.int64)
-    if prompt.blocks is not None:
-        blocks[: len(prompt.ids)] = prompt.blocks
-    return blocks
 
 
 def _joined(prompts: Sequence[Prompt]) -> dict[str, dict[str, Any] | None]:

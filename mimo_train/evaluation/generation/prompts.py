@@ -1,8 +1,8 @@
 """Files and turns of a conversation as tokens and encoder inputs, as in training."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +66,22 @@ class Prompt:
     """Positions of `ids` on several axes, int64 [axes, S], if the model has these; None: 0, 1, 2, ..."""
     blocks: torch.Tensor | None = None
     """Tokens with one number see each other, -1: only earlier ones; int64 [S]. None: all of them -1."""
+    sizes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """`Media.size` of every module's items."""
+
+    def positions_to(self, length: int) -> torch.Tensor:
+        """Return positions of the prompt and text after it: int64 [1, length], or [axes, 1, length] on several."""
+        if self.positions is None:
+            return torch.arange(length)[None]
+        rest = self.positions.max() + 1 + torch.arange(length - len(self.ids))
+        return torch.cat([self.positions, rest.expand(len(self.positions), -1)], dim=1)[:, None]
+
+    def blocks_to(self, length: int) -> torch.Tensor:
+        """Return `blocks` of the prompt and text after it, int64 [length]."""
+        blocks = torch.full((length,), -1, dtype=torch.int64)
+        if self.blocks is not None:
+            blocks[: len(self.ids)] = self.blocks
+        return blocks
 
 
 class Prompts:
@@ -169,7 +185,8 @@ class Prompts:
         types = [token for item in self._modules if item.bidirectional for token in item.types]
         numbers = np.zeros_like(ids) if "prefix" in kinds.values() else blocks_of(np.array(ids), [*kinds, *types])
         blocks = torch.from_numpy(numbers) if (numbers >= 0).any() else None
-        return Prompt(ids, arguments, rows, positions, blocks)
+        of_modules = {name: [each.size for each in items] for name, items in inputs.items()} if inputs else {}
+        return Prompt(ids, arguments, rows, positions, blocks, of_modules)
 
 
 def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[Turn], list[Medium]]:

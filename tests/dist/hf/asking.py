@@ -60,7 +60,6 @@ def logits_here(model: Path, rows: list[list[int]], file: Path | None = None) ->
     """
     import torch
 
-    from mimo_train.evaluation.generation.decoder import _positions
     from mimo_train.evaluation.generation.prompts import Prompts
     from mimo_train.evaluation.open_model import open_model
 
@@ -69,7 +68,7 @@ def logits_here(model: Path, rows: list[list[int]], file: Path | None = None) ->
     prompts, chunk, found = Prompts(opened.cfg, parts.tokenizer), parts.pipeline.model[0].eval(), []
     for ids in rows:
         prompt = prompts.with_inputs(ids, prompts.inputs([prompts.medium("image", file)] if file else []))
-        batch: dict[str, Any] = {"input_ids": torch.tensor([ids]), "position_ids": _positions(prompt, len(ids))}
+        batch: dict[str, Any] = {"input_ids": torch.tensor([ids]), "position_ids": prompt.positions_to(len(ids))}
         batch |= {"modality_inputs": prompt.inputs} if prompt.inputs else {}
         counts = {name: [[number]] for name, number in prompt.rows.items()}
         parts.pipeline.shapes.begin(counts, counts)

@@ -43,6 +43,9 @@ class Scripted:
         self.fed += tokens
         return self._next()
 
+    def takes_batch(self, prompts):
+        return True
+
     def agree(self, tokens):
         return tokens
 
