@@ -19,7 +19,7 @@ import torch
 from data.collate import collate, collate_media, collate_packed
 from data.errors import DataError
 from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch, StepSamples, TextSample
-from data.order.step_plan import Span, StepPlan, spread_parts
+from data.order.step_plan import Share, Span, StepPlan, spread_parts
 from data.samples.bad_samples import BadSample
 from data.samples.media_spec import MediaInput
 from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
@@ -124,7 +124,7 @@ class StepLoader:
         """Submit all samples of a step to the workers; each reader's samples are in order."""
         samples = self._dataset.plan_step(first, step_size)
         length = self._dataset.sequence_length
-        plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents)
+        plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents, self._dataset.answers)
         text = self._dataset.read_text
         numbers_read = self._numbers_read(plan, samples)
         if self._dataset.is_remote:
@@ -197,7 +197,8 @@ class StepLoader:
             for bad_sample in (*(bad_sample for _, bad_sample in texts), *of_media):
                 if bad_sample is not None:
                     bad_samples.setdefault(bad_sample.number, bad_sample)
-            microbatches.append(self._microbatch(plan, at, numbers, texts, media, bad_samples))
+            of_samples = step.samples.tokens
+            microbatches.append(self._microbatch(plan, at, numbers, texts, media, bad_samples, of_samples))
         bad = np.zeros(plan.size, dtype=bool)
         for number in sorted(bad_samples):
             bad[number - plan.first] = True
@@ -217,6 +218,7 @@ class StepLoader:
         texts: list[tuple[TextSample, BadSample | None]],
         media: dict[str, list],
         bad: Container[int],
+        counts: dict[str, np.ndarray],
     ) -> Microbatch:
         numbers = numbers_read[LANGUAGE] if LANGUAGE in numbers_read else next(iter(numbers_read.values()), [])
         batch = Microbatch(sample_numbers=torch.tensor(numbers, dtype=torch.int64))
@@ -225,15 +227,20 @@ class StepLoader:
             # A sample whose image failed on this rank must not be learned either.
             samples = [sample.without_loss() if sample.number in bad else sample for sample in samples]
             share = plan.shares[at][self._language.dp_rank]
-            if plan.packed and plan.lengths is not None:
-                lengths = plan.lengths[share.places].tolist()
-                batch |= collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
+            texts_of_samples = [text for sample in samples for text in sample.answers]
+            if plan.packed:
+                lengths = plan.lengths_of_answers(share.places).tolist()
+                batch |= collate_packed(texts_of_samples, lengths, share.length, self._dataset.tokenizer.pad_id)
             else:
-                batch |= collate(samples, share.length)
+                batch |= collate(texts_of_samples, share.length)
+            rows = np.array(numbers, dtype=np.int64)
             if len(self._dataset.sources) > 1:
-                batch["sources"] = self._sources(plan, samples, batch)
+                sources = np.repeat(self._dataset.order.sources(rows), plan.answers)
+                batch["sources"] = torch.from_numpy(plan.of_tokens(sources, share))
             if self._dataset.keep_text:
-                batch["questions"] = [sample.questions for sample in samples]
+                batch["questions"] = [text.questions for text in texts_of_samples]
+            if plan.answers > 1:
+                batch |= self._compared(plan, share, samples, batch["loss_mask"], counts)
         if media:
             inputs = {module: self._inputs(module, reads) for module, reads in media.items()}
             batch["modality_inputs"] = {
@@ -241,31 +248,51 @@ class StepLoader:
             }
         return batch
 
-    def _sources(self, plan: StepPlan, samples: Sequence[TextSample], batch: dict[str, Any]) -> torch.Tensor:
-        """Return the source of each token, int64 as `input_ids`; 0 for trailing padding of a packed row."""
-        numbers = np.array([sample.number for sample in samples], dtype=np.int64)
-        sources, tokens = self._dataset.order.sources(numbers), batch["input_ids"]
-        if not plan.packed:
-            return torch.from_numpy(sources)[:, None].expand_as(tokens).contiguous()
-        lengths = plan.lengths_in_row(numbers, tokens.size(1))
-        padding = [0] * (len(lengths) - len(sources))
-        return torch.from_numpy(np.repeat([*sources, *padding], lengths))[None]
+    def _compared(
+        self,
+        plan: StepPlan,
+        share: Share,
+        samples: Sequence[TextSample],
+        loss_mask: torch.Tensor,
+        counts: dict[str, np.ndarray],
+    ) -> dict[str, Any]:
+        """Return what a microbatch of several answers of each sample has besides. See `StepBatch.microbatches`.
+        `counts`: `StepSamples.tokens`."""
+        answers = torch.from_numpy(plan.of_tokens(np.arange(plan.answers * len(samples)), share))
+        batch: dict[str, Any] = {
+            "answers": torch.where(loss_mask > 0, answers, -1),
+            "targets": torch.tensor([sample.target for sample in samples], dtype=torch.float32),
+        }
+        if counts:
+            batch["feature_rows"] = {
+                module: torch.from_numpy(plan.feature_rows(of_module, share)) for module, of_module in counts.items()
+            }
+        if self._dataset.reference is not None:
+            rows = self._dataset.order.rows(plan.first + share.places)
+            batch["reference"] = torch.from_numpy(self._dataset.reference[rows])
+        return batch
 
     def _planned(self, plan: StepPlan, sample: TextSample, bad: BadSample | None) -> TextSample:
-        """Return the sample at its planned length; only a stand-in may be padded. Raises DataError."""
+        """Return the sample at its planned lengths; only a stand-in may be padded. Raises DataError."""
         if plan.lengths is None:
             return sample
-        planned = int(plan.lengths[sample.number - plan.first])
-        if bad is not None and sample.length < planned:
-            return replace(sample, length=planned)
-        if sample.length != planned:
-            shard, key = self._dataset.locate(sample.number)
+        planned = plan.lengths_of_answers(np.array([sample.number - plan.first])).tolist()
+        first, *others = [
+            self._of_length(text, length, bad) for text, length in zip(sample.answers, planned, strict=True)
+        ]
+        return replace(first, others=tuple(others)) if others else first
+
+    def _of_length(self, text: TextSample, planned: int, bad: BadSample | None) -> TextSample:
+        if bad is not None and text.length < planned:
+            return replace(text, length=planned)
+        if text.length != planned:
+            shard, key = self._dataset.locate(text.number)
             raise DataError(
-                f"{shard}, key {key!r}: its text has {sample.length} tokens, and had {planned} when texts were "
+                f"{shard}, key {key!r}: its text has {text.length} tokens, and had {planned} when texts were "
                 "counted: the tokenizer or the shard has changed unnoticed. Remove the *.mimo-lengths next to the "
                 "shards, or in data.cache_dir, and start again"
             )
-        return sample
+        return text
 
     def _read_media(self, module: str, number: int) -> _MediaRead:
         """Return `ShardDataset.read_media`, or only sizes or known features if these are enough."""

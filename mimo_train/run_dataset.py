@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,8 @@ class Sample:
     encoder's preprocessing does not round. Audio: float32 [samples]."""
     bad: str = ""
     """Why the sample cannot be read; empty if it can. Training reads this substitute, whose loss is 0 everywhere."""
+    others: tuple[Sample, ...] = ()
+    """The same with its other answers, such as the rejected one of a pair."""
 
     def __repr__(self) -> str:
         media = "".join(f", {len(items)} for {module}" for module, items in self.media.items())
@@ -90,19 +92,23 @@ class RunDataset:
             bad = bad or bad_media
         if bad is not None:
             text = text.without_loss()
-        row = collate([text], text.length)
         shard, key = self.samples.locate(number)
-        return Sample(
-            number,
-            str(shard),
-            str(key),
-            input_ids=row["input_ids"][0],
-            labels=row["labels"][0],
-            loss_mask=row["loss_mask"][0],
-            position_ids=row["position_ids"].squeeze(-2),
-            media=media,
-            bad="" if bad is None else bad.reason,
-        )
+        samples = []
+        for answer in text.answers:
+            row = collate([answer], answer.length)
+            sample = Sample(
+                number,
+                str(shard),
+                str(key),
+                input_ids=row["input_ids"][0],
+                labels=row["labels"][0],
+                loss_mask=row["loss_mask"][0],
+                position_ids=row["position_ids"].squeeze(-2),
+                media=media,
+                bad="" if bad is None else bad.reason,
+            )
+            samples.append(sample)
+        return replace(samples[0], others=tuple(samples[1:]))
 
     def decode(self, sample: Sample) -> DecodedSample:
         """Return the text, images and audio of a sample. Notebooks show learned tokens in colour."""

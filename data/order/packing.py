@@ -44,15 +44,25 @@ class Packing:
 
 
 def plan_in_packs(
-    first: int, lengths: np.ndarray, replicas: int, packing: Packing, documents: Sequence[np.ndarray] | None = None
+    first: int,
+    lengths: np.ndarray,
+    replicas: int,
+    packing: Packing,
+    documents: Sequence[np.ndarray] | None = None,
+    answers: int = 1,
 ) -> StepPlan:
     """Return the plan of a step in packed rows. See `pack_step`.
 
     Args:
         lengths: [size], planned tokens.
         documents: tokens of each sample's documents; None: each sample is one document.
+        answers: answers of each sample; if several, they are its documents.
     """
     lengths = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # no document is empty; a stand-in may be
+    if answers > 1:
+        assert documents is not None, "answers are documents"
+        documents = [np.maximum(of_sample, 1) for of_sample in documents]
+        lengths = np.sum(documents, axis=1)
     tokens, squares = lengths.tolist(), lengths**2
     if documents is not None:
         squares = np.array([(of_sample**2).sum() for of_sample in documents], dtype=np.int64)
@@ -62,7 +72,7 @@ def plan_in_packs(
         rows = [max(rows)] * replicas if packing.equal else rows
         places = (np.array(pack, dtype=np.int64) for pack in packs)
         shares.append(tuple(map(Share, places, rows)))
-    return StepPlan(first, len(tokens), tuple(shares), lengths, packed=True, documents=documents)
+    return StepPlan(first, len(tokens), tuple(shares), lengths, packed=True, documents=documents, answers=answers)
 
 
 def pack_step(lengths: np.ndarray, squares: np.ndarray, ranks: int, packing: Packing) -> list[list[Pack]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -47,21 +48,25 @@ class Batching:
         lengths: np.ndarray | None,
         sequence_length: int,
         documents: Sequence[np.ndarray] | None = None,
+        answers: int = 1,
     ) -> StepPlan:
         """Return the plan of the step of samples [first, first + size).
 
         Args:
             lengths: [size], planned tokens; required with `padding`.
-            documents: `StepSamples.documents`; packed rows only.
+            documents: `StepSamples.documents`; only for packed rows, or several answers.
+            answers: answers of each sample, which stay in one microbatch.
         """
-        assert documents is None or isinstance(self.padding, Packing), "documents of samples stay apart in packed rows"
+        if documents is not None and answers == 1:
+            assert isinstance(self.padding, Packing), "documents of samples stay apart in packed rows"
         cut = (self.microbatch_samples, self.replicas, sequence_length)
         if self.padding is None:
-            return plan_in_order(first, size, *cut)
+            return plan_in_order(first, size, *cut, answers)
         assert lengths is not None, "the texts were not counted: TextLengths.serve"
+        assert answers == 1 or documents is not None, "the answers were not counted"
         if isinstance(self.padding, Packing):
-            return plan_in_packs(first, lengths, self.replicas, self.padding, documents)
-        return plan_by_length(first, lengths, *cut, self.padding)
+            return plan_in_packs(first, lengths, self.replicas, self.padding, documents, answers)
+        return plan_by_length(first, lengths, *cut, self.padding, documents)
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,10 @@ class StepSamples:
     pairs: dict[str, np.ndarray]
     """Module -> pairs of tokens that attend to each other inside the encoder."""
     lengths: np.ndarray | None
-    """Tokens of the truncated sequence; None if not counted."""
-    documents: list[np.ndarray] | None = None
-    """Tokens of each sample's documents, int64, if attention stays inside them; None: each sample is one document."""
+    """Tokens of the truncated sequence, over all answers; None if not counted."""
+    documents: Sequence[np.ndarray] | None = None
+    """Tokens of each sample's documents or answers, int64, if attention stays inside them; None: each sample is one
+    document."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +129,19 @@ class TextSample:
     """Ends of its documents, which bound attention; None: one document."""
     blocks: np.ndarray | None = None
     """Tokens with one number see each other, -1: only earlier ones; int64 [S]. None: all of them -1."""
+    others: tuple[TextSample, ...] = ()
+    """Its other answers after the same prompt, each with the prompt."""
+    target: float = nan
+    """`Preference.target`."""
+
+    @property
+    def answers(self) -> tuple[TextSample, ...]:
+        """The texts of all answers."""
+        return self, *self.others
 
     def without_loss(self) -> TextSample:
-        return replace(self, loss_mask=np.zeros_like(self.loss_mask))
+        others = tuple(other.without_loss() for other in self.others)
+        return replace(self, loss_mask=np.zeros_like(self.loss_mask), others=others)
 
 
 _KEYS_HERE = {"tokens": "input_ids", "images": "modality_inputs", "pixel_values": "modality_inputs"}
@@ -152,7 +168,10 @@ class StepBatch:
             module's. With the language module: input_ids, labels, position_ids int64 [B, S] (M-RoPE: [3, B, S]),
             loss_mask float32 [B, S]; `questions` of each sample if the dataset keeps text; `sources` int64 [B, S], of
             each token, if there are several; `blocks` int64 [B, S] if any tokens see later ones (`TextSample.blocks`).
-            A packed row has B = 1 and `documents` (see `collate_packed`). With media
+            A packed row has B = 1 and `documents` (see `collate_packed`). With K answers for each of n samples, B is
+            n * K, in packed rows they are documents, and there are `answers` int64 [B, S], place of the sample * K +
+            answer where the loss mask is 1, else -1; `targets` float32 [n]; `reference` float32 [n, K] if the dataset
+            has it; `feature_rows`: {module: int64}, row of the samples' features for each placeholder. With media
             modules: `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}} of N images in sample order,
             a list of tensors if sizes differ, None as the inner dict if there are none. Audio has "waveforms": float32
             [N, samples]. Tiled images are [tiles, 3, side, side] each, with "sizes" (`Media.size`). Readers of

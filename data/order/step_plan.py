@@ -37,9 +37,11 @@ class StepPlan:
     lengths: np.ndarray | None = None
     """int64 [size]: planned text tokens of each sample by place; None: unknown, and rows have full length."""
     packed: bool = False
-    """True if the samples of a share form one row; else each has its own."""
+    """True if the samples of a share form one row; else each answer has its own."""
     documents: Sequence[np.ndarray] | None = None
-    """Tokens of each packed sample's documents, by place, int64; None: each sample is one document."""
+    """Tokens of each sample's answers or packed documents, by place, int64; None: each sample is one text."""
+    answers: int = 1
+    """Answers of each sample, of which each is a text of its own."""
 
     @cached_property
     def places(self) -> list[np.ndarray]:
@@ -59,9 +61,33 @@ class StepPlan:
         rest = row_length - sum(lengths)
         return [*lengths, rest] if rest else lengths
 
+    def of_tokens(self, values: np.ndarray, share: Share) -> np.ndarray:
+        """Return a value of each answer, int64 [answers * samples], for each of its tokens, [rows, S]; 0 for trailing
+        padding of a packed row."""
+        if not self.packed:
+            return np.repeat(values[:, None], share.length, axis=1)
+        lengths = self.lengths_of_answers(share.places)
+        return np.repeat([*values, 0], [*lengths, share.length - lengths.sum()])[None]
+
     def rows(self, microbatch: int, replica: int) -> int:
         """Return the number of rows of a share."""
-        return 1 if self.packed else len(self.shares[microbatch][replica].places)
+        return 1 if self.packed else self.answers * len(self.shares[microbatch][replica].places)
+
+    def lengths_of_answers(self, places: np.ndarray) -> np.ndarray:
+        """Return the tokens of each answer of the samples at `places`, int64 [answers * places]."""
+        assert self.lengths is not None, "lengths were not counted"
+        if self.answers == 1:
+            return self.lengths[places]
+        assert self.documents is not None, "lengths of answers are counted apart"
+        return np.concatenate([self.documents[place] for place in places])
+
+    def feature_rows(self, counts: np.ndarray, share: Share) -> np.ndarray:
+        """Return the row of the features of a share's samples for each of its placeholders, int64: every answer of a
+        sample has the same. `counts`: int64 [size], features of each sample by place."""
+        of_samples = counts[share.places]
+        ends = np.cumsum(of_samples)
+        rows = [np.arange(end - count, end) for end, count in zip(ends, of_samples, strict=True)]
+        return np.concatenate([np.tile(of_sample, self.answers) for of_sample in rows])
 
     @cached_property
     def texts_of_length(self) -> dict[int, int]:
@@ -80,7 +106,7 @@ class StepPlan:
         """Return `texts_of_length` of one share."""
         share = self.shares[microbatch][replica]
         if not self.packed:
-            return Counter({share.length: len(share.places)})
+            return Counter({share.length: self.rows(microbatch, replica)})
         assert self.lengths is not None, "packs follow from lengths"
         lengths = self.lengths[share.places]
         if self.documents is None:
@@ -94,8 +120,11 @@ class StepPlan:
     @cached_property
     def positions(self) -> int:
         """The positions of all rows, padding included: the language model's work."""
-        rows = (share for of_ranks in self.shares for share in of_ranks)
-        return sum(share.length * (1 if self.packed else len(share.places)) for share in rows)
+        return sum(
+            share.length * self.rows(microbatch, replica)
+            for microbatch, of_ranks in enumerate(self.shares)
+            for replica, share in enumerate(of_ranks)
+        )
 
     @property
     def tokens(self) -> int:
@@ -112,17 +141,24 @@ class Padding:
     equal: bool = False
 
 
-def plan_in_order(first: int, size: int, microbatch: int, replicas: int, length: int) -> StepPlan:
+def plan_in_order(first: int, size: int, microbatch: int, replicas: int, length: int, answers: int = 1) -> StepPlan:
     """Return a plan with samples in order, `microbatch` in each microbatch over all replicas, and rows of `length`."""
     cut = np.arange(size, dtype=np.int64).reshape(-1, replicas, microbatch // replicas)
     shares = tuple(tuple(Share(places, length) for places in of_ranks) for of_ranks in cut)
-    return StepPlan(first, size, shares)
+    return StepPlan(first, size, shares, answers=answers)
 
 
 def plan_by_length(
-    first: int, lengths: np.ndarray, microbatch: int, replicas: int, longest: int, padding: Padding
+    first: int,
+    lengths: np.ndarray,
+    microbatch: int,
+    replicas: int,
+    longest: int,
+    padding: Padding,
+    documents: Sequence[np.ndarray] | None = None,
 ) -> StepPlan:
-    """Return a plan with samples sorted by planned length, the longest first. Equal ones stay in order.
+    """Return a plan with samples sorted by the planned length of their longest answer, the longest first. Equal ones
+    stay in order.
 
     Rows have the length of their share's longest sample. The samples of a microbatch do not depend on the number of
     replicas. Each replica gets a run of neighbours; the longest goes to the replica with the fewest positions.
@@ -130,10 +166,12 @@ def plan_by_length(
     Args:
         lengths: [size], planned tokens.
         longest: maximum positions of a row: `sequence_length`.
+        documents: [size][answers], tokens of each answer; None: each sample has one.
     """
-    order = np.argsort(-lengths, kind="stable").astype(np.int64)
+    rows = lengths if documents is None else np.max(documents, axis=1)
+    order = np.argsort(-rows, kind="stable").astype(np.int64)
     cut = order.reshape(-1, replicas, microbatch // replicas)
-    tops = np.minimum(-(-lengths[cut[:, :, 0]] // padding.unit) * padding.unit, longest)
+    tops = np.minimum(-(-rows[cut[:, :, 0]] // padding.unit) * padding.unit, longest)
     tops = np.maximum(tops, min(padding.unit, longest))
     if padding.equal:
         tops = np.broadcast_to(tops[:1, :1], tops.shape)
@@ -144,7 +182,9 @@ def plan_by_length(
         load[ranks] += top
         placed = np.argsort(ranks)
         shares.append(tuple(Share(runs[run], int(top[run])) for run in placed))
-    return StepPlan(first, len(lengths), tuple(shares), np.asarray(lengths, dtype=np.int64))
+    answers = 1 if documents is None else len(documents[0])
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return StepPlan(first, len(lengths), tuple(shares), lengths, documents=documents, answers=answers)
 
 
 Span = tuple[int, int]

@@ -16,7 +16,7 @@ from data.errors import NothingToLearn, RecordError
 from data.media.options import BOUNDS, Bounds
 from data.records.conversation import Conversation, Part, Turn, Visual, media_first, with_frames
 from data.records.markers import special_marker
-from data.records.members import CONVERSATIONS, REJECTED
+from data.records.members import CONVERSATIONS, REJECTED, Fields
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers, require_download, require_files
 from data.records.records import RecordParser, errors_start_with, field_names, form_of, json_type, parse_record
 from data.text_format import Key
@@ -74,6 +74,23 @@ def parse_preference(
         preference = parse_answers(parser, record, form)
         if isinstance(record, dict):
             require_files(record, key, others, media)
+    return replace(preference, answers=tuple([with_frames(answer, visuals, key) for answer in preference.answers]))
+
+
+def parse_preference_fields(
+    raws: Mapping[str, bytes],
+    fields: Fields,
+    key: Key,
+    media: Mapping[str, int],
+    bounds: Bounds = BOUNDS,
+    visuals: Sequence[Visual] = (),
+    *,
+    form: str,
+) -> Preference:
+    """Parse the preference that `data.fields` describes. See `parse_preference` and `parse_fields`."""
+    parser = RecordParser(media, bounds, visuals)
+    with errors_start_with(f"key {key!r}: "):
+        preference = parse_answers(parser, parser.record_of_fields(raws, fields), form)
     return replace(preference, answers=tuple([with_frames(answer, visuals, key) for answer in preference.answers]))
 
 

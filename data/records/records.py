@@ -106,11 +106,7 @@ def parse_fields(
     """
     parser = RecordParser(media, bounds, visuals)
     with errors_start_with(f"key {key!r}: "):
-        record, members = parser.named_values(raws, fields)
-        for member in members.values():
-            require_download(member, media)
-        keys = {name: field_names(member) for name, member in members.items() if isinstance(member, dict)}
-        fields.require(record, keys)
+        record = parser.record_of_fields(raws, fields)
         require_turns(record)
         if name := next((name for name in PREFERENCES if name in record), None):
             raise RecordError(f"{fields.key}.{name}: train.task=sft does not read it. Name question and answer")
@@ -181,6 +177,16 @@ class RecordParser:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{what} is not JSON ({error})") from error
+
+    def record_of_fields(self, raws: Mapping[str, bytes], fields: Fields) -> dict[str, Any]:
+        """Return the values in `data.fields`. Raises RecordError if one is missing, NotDownloaded."""
+        record, members = self.named_values(raws, fields)
+        for member in members.values():
+            require_download(member, self.media)
+        fields.require(
+            record, {name: field_names(member) for name, member in members.items() if isinstance(member, dict)}
+        )
+        return record
 
     def named_values(self, raws: Mapping[str, bytes], fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the values in `data.fields`, and their JSON members."""

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from data.errors import DataError, NotDownloaded, NothingToLearn, RecordError
 from data.media.options import BOUNDS, Bounds
-from data.records.conversation import MARKERS, Conversation, Visual
+from data.records.conversation import MARKERS, Visual
 from data.records.markers import special_marker, with_our_markers
 from data.records.members import ABSENT, LEARNED, MEDIA, PREFERENCES, READABLE, TEXTS, Fields
 from data.records.preferences import Preference, parse_any
 from data.records.record_checks import LOSS_FIELDS, failed_download
-from data.records.records import form_of, parse_record
+from data.records.records import form_of
 from data.rows.media_values import (
     FileRange,
     MediaItem,
@@ -118,7 +118,7 @@ def make_sample(
     return Sample(members, [item.kind for item in items], notes)
 
 
-def parse_row(
+def parse_row[Parsed](
     record: dict[str, Any],
     text_only: bool,
     fields: Fields,
@@ -127,13 +127,16 @@ def parse_row(
     media: Mapping[str, int],
     bounds: Bounds = BOUNDS,
     visuals: Sequence[Visual] = (),
-) -> Conversation:
-    """Parse a row of a table as a conversation, as if it had been built into a shard.
+    *,
+    parse: Callable[..., Parsed],
+) -> Parsed:
+    """Parse a row of a table, as if it had been built into a shard.
 
     Args:
         record: columns without media; see `RowReader.record` for `text_only`.
         fields: `data.fields`, whose texts are values of the record: `json[COLUMN]`.
         counts: kind -> all media of the row.
+        parse: parses its JSON, as `parse_record` or `parse_preference`.
 
     See `parse_record` for the other arguments and the errors.
     """
@@ -146,7 +149,7 @@ def parse_row(
             raise NothingToLearn(f"{where}: {fields.key}: {' and '.join(learned)} is null")
         texts = {name: value for name, value in texts.items() if value is not None}
     raw, _ = _encoded(record, texts, "", counts, where, text_only)
-    return parse_record(raw, "json", key, media, bounds, visuals=visuals)
+    return parse(raw, "json", key, media, bounds, visuals=visuals)
 
 
 def _encoded(

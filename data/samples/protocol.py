@@ -33,10 +33,15 @@ class Samples(ABC):
     inspects: bool = False
     """True if text samples report their special tokens and removed separators."""
     modules: tuple[Media, ...] = ()
+    answers: int = 1
+    """Answers of each sample, each with the prompt: token sequences."""
     lookups: dict[str, Lookup]
     """Module -> lookup of features that need not be read (`SampleMedia`). Set before readers start."""
     lengths: np.ndarray | None
-    """int32 [samples], by row: tokens of each sample; None until counted (`TextLengths.serve`)."""
+    """int32 [samples], with several answers [samples, answers], by row: tokens; None until counted
+    (`TextLengths.serve`)."""
+    reference: np.ndarray | None = None
+    """float32 [samples, answers], by row: log-probabilities of a reference model; None: not in microbatches."""
     shards: Sequence[Place]
     fingerprint: str
     """Hash of everything that determines the order of samples, except seed and weights."""

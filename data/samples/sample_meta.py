@@ -42,6 +42,7 @@ class SampleMeta:
 
     number: int
     shard: int
+    row: int
     key: SampleKey
     texts: tuple[Member, ...]  # the record; several if `data.fields` names several
     members: dict[str, list[Member]]  # of the run's kinds, in shard order; see `images_of`
@@ -154,7 +155,7 @@ class SampleTable:
         others = NO_OTHER_MEMBERS
         if reason is None and len(every) > len(texts):
             others = other_members(every, index.fields)
-        return SampleMeta(number, shard, key, texts, members, tokens, reason, others, index.fields)
+        return SampleMeta(number, shard, row, key, texts, members, tokens, reason, others, index.fields)
 
     def tokens_of(self, members: Mapping[str, Sequence[Member]]) -> tuple[dict[str, list[int]], str | None]:
         """Return (`SampleMeta.tokens`, None), or ({}, why the members make the sample bad)."""
@@ -180,8 +181,9 @@ class SampleTable:
     def step(
         self, rows: Rows, lengths: np.ndarray | None = None, fields: Sequence[tuple[Fields, np.ndarray]] = ()
     ) -> StepSamples:
-        """Return the token counts of a step's samples, with their text `lengths`; zeros for those that are bad by the
-        index. `fields` has (`data.fields`, places of its samples) of each source with fields."""
+        """Return the token counts of a step's samples, with their text `lengths` ([samples], or [samples, answers]);
+        zeros for those that are bad by the index. `fields` has (`data.fields`, places of its samples) of each source
+        with fields."""
         members, firsts, size = rows.members, rows.firsts, len(rows.samples)
         sizes = np.zeros((size, len(self._modules), 3), dtype=np.int64)
         bad, kind_of_member = self._arranged(rows, fields)
@@ -204,7 +206,9 @@ class SampleTable:
             {media.module: sizes[:, number, column] for number, media in enumerate(self._modules)}
             for column in range(3)
         )
-        return StepSamples(tokens, loads, pairs, lengths)
+        if lengths is None or lengths.ndim == 1:
+            return StepSamples(tokens, loads, pairs, lengths)
+        return StepSamples(tokens, loads, pairs, lengths.sum(axis=1), documents=list(lengths))
 
     def _extents(self, members: np.ndarray, is_video: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
         """Return (both numbers of each extent, frames of each, True within the video bounds)."""

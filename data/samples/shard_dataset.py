@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from data.errors import (
     NothingToLearn,
     RecordError,
     SampleError,
-    SeveralAnswers,
     reason_of,
 )
 from data.index.catalogue import open_catalogue
@@ -42,17 +42,19 @@ from data.order.sources import Shards, Source, fingerprint_of, found_shards, ord
 from data.order.step import StepSamples, TextSample
 from data.records.conversation import Conversation
 from data.records.members import NO_FIELDS, Fields
+from data.records.preferences import Preference, parse_preference, parse_preference_fields
 from data.records.records import parse_fields, parse_record
 from data.rows.row_reader import RowReader, is_table
 from data.rows.samples import parse_row
+from data.samples.answers import ANSWERS, joined, rows_before, with_answer_of
 from data.samples.bad_samples import BadSample, BadSamples, allowed_of
 from data.samples.media_spec import SAMPLING, Media, MediaInput, Sampling
+from data.samples.positions import positioned
 from data.samples.protocol import Samples
 from data.samples.sample_meta import SampleMeta, SampleTable, lengths_key
 from data.storage.file_cache import FileCache
 from data.storage.files import RETRIES, ShardVersion
 from data.storage.url import Place, Url
-from data.text.placeholders import axis_positions, blocks_of
 from data.text.tokens import Tokenizer
 from data.text_format import plural, shown
 
@@ -70,7 +72,7 @@ class ShardDataset(Samples):
     `allowed_of`; keep_text: keep questions in text samples; read_retries: retries after an I/O error; bounds: limits of
     a sample; background: see `decode_image_file`; fields: `data.fields`; sampling: of videos; skip_null: samples with
     null or blank answers have no loss and are not bad; held_fraction: share of held-out samples, see `held_rows`;
-    only_held: use only these; members_cache: keeps reads of remote shards.
+    only_held: use only these; members_cache: keeps reads of remote shards; form: of records, see `answers.ANSWERS`.
 
     Raises DataError (no shards or samples), ShardError (an unusable or changing shard), ReadError (an I/O error).
     """
@@ -100,6 +102,7 @@ class ShardDataset(Samples):
         held_fraction: float = 0.0,
         only_held: bool = False,
         members_cache: FileCache | None = None,
+        form: str = "turns",
     ) -> None:
         assert sequence_length > 0, sequence_length
         self.sources = sources_of(shards)
@@ -114,6 +117,10 @@ class ShardDataset(Samples):
         self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
         self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
         self._fields = [fields if source.fields is None else source.fields for source in self.sources]
+        self.form, self.answers = form, ANSWERS[form]
+        parsers: tuple[Callable[..., Any], Callable[..., Any]] = parse_preference, parse_preference_fields
+        parse, of_fields = (partial(parser, form=form) for parser in parsers)
+        self._parsers = (parse_record, parse_fields) if form == "turns" else (parse, of_fields)
         self.reader = RowReader(read_retries, cache=members_cache)
         self.cache_dir = cache_dir
         self.index = lru_cache(_OPEN_INDEXES)(
@@ -125,6 +132,7 @@ class ShardDataset(Samples):
         self.version = lru_cache(_RECENT)(lambda shard: self.catalogue.version(shard))
         """Return the indexed version of a shard."""
         read_as = [f"{self.text_fingerprint} {of_source} {sampling} {skip_null}" for of_source in self._fields]
+        read_as = read_as if form == "turns" else [f"{of_source} {form}" for of_source in read_as]
         self._lengths_keys = [lengths_key(key, sequence_length, bounds, self.modules) for key in read_as]
         self.is_remote = any(isinstance(shard, Url) for shard in self.shards)
         self.catalogue = open_catalogue(self.shards, cache_dir, read_retries)
@@ -184,9 +192,9 @@ class ShardDataset(Samples):
         """Return the number of samples in a shard."""
         return int(self.catalogue.counts[shard])
 
-    def length_of(self, shard: int, row: int) -> int:
-        """Return the sequence tokens of a sample or its stand-in. Reads only its record."""
-        return self._text(self.meta_at(shard, row))[0].length
+    def lengths_of(self, shard: int, row: int) -> list[int]:
+        """Return the sequence tokens of each answer of a sample or its stand-in. Reads only records."""
+        return [answer.length for answer in self._text(self.meta_at(shard, row))[0].answers]
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Return module -> sequence tokens of its media in this sample, from the index."""
@@ -245,21 +253,25 @@ class ShardDataset(Samples):
     def _text(self, meta: SampleMeta) -> tuple[TextSample, BadSample | None]:
         tokens = meta.media_tokens(self.modules, self._placeholders)
         try:
-            conversation = self._conversation(meta)
+            preference = self._preference(meta)
             where = self.sequence_length, meta.number, meta.key
-            sample = collate.to_sample(conversation, self.tokenizer, tokens, *where, keep_text=self.keep_text)
-            if self.inspects:
-                special = self.tokenizer.special_text.find(conversation)
-                separated = any(turn.has_separators for turn in conversation.turns)
-                sample = replace(sample, special_text=special, has_separators=separated)
-            return self._positioned(sample, meta), None
+            answers = []
+            for conversation in preference.answers:
+                sample = collate.to_sample(conversation, self.tokenizer, tokens, *where, keep_text=self.keep_text)
+                if self.inspects:
+                    special = self.tokenizer.special_text.find(conversation)
+                    separated = any(turn.has_separators for turn in conversation.turns)
+                    sample = replace(sample, special_text=special, has_separators=separated)
+                answers.append(positioned(sample, meta, self._placeholders, self.modules))
+            return joined(answers, preference.target), None
         except Exception as error:
             skipped = self._skip_null and isinstance(error, NothingToLearn)
             reason = self._reason(meta, error)
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, meta.number)
             if self.keep_text:
                 sample = replace(sample, questions=())
-            return self._positioned(sample, meta, is_stand_in=True), None if skipped else self._bad(meta, reason)
+            sample = positioned(sample, meta, self._placeholders, self.modules, is_stand_in=True)
+            return joined([sample] * self.answers), None if skipped else self._bad(meta, reason)
 
     def _reason(self, meta: SampleMeta, error: Exception) -> str:
         """Return why a sample is bad. Re-raises errors of its shard, storage, machine or program with its place."""
@@ -271,28 +283,6 @@ class ShardDataset(Samples):
             raise error
         remedy = error.remedy if isinstance(error, SampleError) else ""
         return reason_of(error) + (f"; {remedy}" if remedy else "")
-
-    def _positioned(self, sample: TextSample, meta: SampleMeta, *, is_stand_in: bool = False) -> TextSample:
-        """Add what the language model has of it: M-RoPE positions, and the blocks of tokens that see each other."""
-        of_class = next((spec for spec in self.modules if spec.positions), None)
-        if of_class is not None and of_class.positions is not None:
-            extents = [] if is_stand_in else meta.extents(of_class)  # it has no text around images
-            sample = replace(sample, positions=of_class.positions(sample.input_ids, extents))
-        elif any(spec.grid for spec in self.modules):
-            places = {self._placeholders[spec.module]: meta.places(spec) for spec in self.modules}
-            sample = replace(sample, positions=axis_positions(sample.input_ids, places))
-        kinds = {self._placeholders[spec.module]: spec.bidirectional for spec in self.modules if spec.bidirectional}
-        if "prefix" in kinds.values():
-            learned = np.flatnonzero(sample.loss_mask)
-            if len(learned) and learned[-1] - learned[0] >= len(learned):
-                raise SeveralAnswers(
-                    f"key {meta.key!r}: has several answers, and all tokens before an answer see each other"
-                )
-            end = learned[0] + 1 if len(learned) else sample.length  # labels are shifted
-            return replace(sample, blocks=np.where(np.arange(len(sample.input_ids)) < end, 0, -1))
-        types = [token for spec in self.modules if spec.bidirectional for token in spec.types]
-        blocks = blocks_of(sample.input_ids, [*kinds, *types])
-        return replace(sample, blocks=blocks) if (blocks >= 0).any() else sample
 
     def _decode(self, spec: Media, meta: SampleMeta) -> list[MediaInput]:
         items: list[MediaInput] = []
@@ -315,26 +305,43 @@ class ShardDataset(Samples):
                 raise DecodeError(f"member .{shown(member.extension)}: {reason_of(error)}") from error
         return items
 
-    def _conversation(self, meta: SampleMeta) -> Conversation:
+    def _preference(self, meta: SampleMeta) -> Preference:
+        preference = self._parsed(meta)
+        if self.form == "labels":
+            (answer,) = preference.answers
+            before = self._before(meta) or answer
+            preference = replace(preference, answers=(answer, with_answer_of(answer, before, meta.key)))
+        if self._skip_null and any(answer.is_blank for answer in preference.answers):
+            raise NothingToLearn("its answers are blank")
+        return preference
+
+    def _before(self, meta: SampleMeta) -> Conversation | None:
+        """Return the last readable sample before this one in its shard, whose last sample is before its first."""
+        for row in rows_before(meta.row, self.samples_of(meta.shard)):
+            try:
+                return self._parsed(self.meta_at(meta.shard, row)).answers[0]
+            except (SampleError, RecursionError, UnicodeError):
+                continue
+        return None
+
+    def _parsed(self, meta: SampleMeta) -> Preference:
         if meta.bad_reason is not None:
             raise RecordError(meta.bad_reason)
-        conversation = self._parsed(meta)
-        if self._skip_null and conversation.is_blank:
-            raise NothingToLearn("its answers are blank")
-        return conversation
-
-    def _parsed(self, meta: SampleMeta) -> Conversation:
-        counts, images = meta.counts, meta.visuals
-        shard = self.shards[meta.shard]
+        counts, images, shard = meta.counts, meta.visuals, self.shards[meta.shard]
+        parse, of_fields = self._parsers
         if is_table(shard):
             record, text_only = self.reader.record(shard, meta.texts[0].offset, self.version(meta.shard))
             every = {kind: len(names) for kind, names in meta.others.names.items()}
-            return parse_row(record, text_only, meta.fields, meta.key, every, counts, self._bounds, images)
-        raws = {member.extension: self._read(meta, member) for member in meta.texts}
-        if meta.fields.texts:
-            return parse_fields(raws, meta.fields, meta.key, counts, self._bounds, images)
-        ((extension, raw),) = raws.items()
-        return parse_record(raw, extension, meta.key, counts, self._bounds, meta.others, images)
+            where = meta.fields, meta.key, every, counts, self._bounds, images
+            parsed = parse_row(record, text_only, *where, parse=parse)
+        else:
+            raws = {member.extension: self._read(meta, member) for member in meta.texts}
+            if meta.fields.texts:
+                parsed = of_fields(raws, meta.fields, meta.key, counts, self._bounds, images)
+            else:
+                ((extension, raw),) = raws.items()
+                parsed = parse(raw, extension, meta.key, counts, self._bounds, meta.others, images)
+        return parsed if isinstance(parsed, Preference) else Preference((parsed,))
 
     def _bad(self, meta: SampleMeta, reason: str) -> BadSample:
         return BadSample(
@@ -354,7 +361,10 @@ class ShardDataset(Samples):
         kinds = dict.fromkeys(spec.kind for spec in self.modules if spec.module in modules)
         # Once each: a video has many frames.
         members = {member.offset: member for kind in kinds for member in meta.members[kind]}.values()
-        for member in (*members, *(meta.texts if text else ())):
+        texts = meta.texts if text else ()
+        if text and self.form == "labels" and (rows := [*rows_before(meta.row, self.samples_of(meta.shard))]):
+            texts += self.meta_at(meta.shard, rows[0]).texts
+        for member in (*members, *texts):
             yield shard, member.offset, member.size, version
 
     def _read(self, meta: SampleMeta, member: Member) -> bytes:

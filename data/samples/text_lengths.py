@@ -1,7 +1,8 @@
 """Sequence tokens of every sample, which plans need on every rank: counted once, stored next to the catalogue.
 
-`shards.KEY.mimo-lengths` (`index_file`) has those of a folder, media included, cut at `sequence_length`. KEY is a hash
-of everything else that determines lengths: vocabulary, chat template, placeholders, media tokens, the cut, bounds.
+`shards.KEY.mimo-lengths` (`index_file`) has those of a folder, media included, cut at `sequence_length`, for each
+answer of a sample. KEY is a hash of everything else that determines lengths: vocabulary, chat template, placeholders,
+media tokens, the cut, bounds, the form of records.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FEW = 20_000  # samples that are counted before worker processes would have sta
 _POLL_SECONDS = 0.1  # between checks for another process that counts
 
 Lengths = tuple[ShardVersion, bytes]
-"""The version of a counted shard, and the int32 lengths of its samples."""
+"""The version of a counted shard, and the int32 lengths of its samples, [samples, answers]."""
 Count = Callable[[Sequence[int]], Iterator[tuple[int, Lengths]]]
 """Shard indexes -> (index, lengths) of each, as they are done."""
 
@@ -71,20 +72,22 @@ class TextLengths:
         if missing := self.missing():
             example = self._dataset.shards[missing[0]]
             raise DataError(f"not counted: the texts of {plural(len(missing), 'shard')}, for example {example}")
+        answers = self._dataset.answers
+        shape = (-1, answers) if answers > 1 else (-1,)
         if len(self._folders) == 1 and (mapped := self._folders[0].mapped()) is not None:
-            self._dataset.lengths = mapped
+            self._dataset.lengths = mapped.reshape(shape)
             return
-        counts = [self._dataset.samples_of(shard) for shard in range(len(self._dataset.shards))]
+        counts = [answers * self._dataset.samples_of(shard) for shard in range(len(self._dataset.shards))]
         lengths, begins = np.empty(sum(counts), dtype=np.int32), np.cumsum([0, *counts])
         for folder in self._folders:
             for shard, of_shard in folder.lengths():
                 lengths[begins[shard] : begins[shard + 1]] = of_shard
-        self._dataset.lengths = lengths
+        self._dataset.lengths = lengths.reshape(shape)
 
     def build(
         self, open_shard: Callable[[Place, Fields], ShardDataset] | None = None, processes: int | None = None
     ) -> Generator[Counted]:
-        """Count missing shards, and yield each when it is done. Raises the errors of `ShardDataset.length_of`.
+        """Count missing shards, and yield each when it is done. Raises the errors of `ShardDataset.lengths_of`.
 
         Args:
             open_shard: opens one shard with its `data.fields` like this dataset; pickled and called in worker
@@ -130,7 +133,7 @@ class _Folder:
 
     def __init__(self, dataset: ShardDataset, key: str, numbers: list[int], stamps: np.ndarray) -> None:
         self._dataset, self._shards = dataset, [dataset.shards[number] for number in numbers]
-        self._numbers, self._stamps = np.array(numbers), stamps
+        self._numbers, self._stamps, self._bytes = np.array(numbers), stamps, 4 * dataset.answers
         suffix = f".{key}.mimo-lengths"
         self._file = FolderFile(self._shards, dataset.cache_dir, suffix, "text lengths")
         self._is_loaded = False
@@ -147,12 +150,12 @@ class _Folder:
         if len(located.files) != 1 or (self._numbers != np.arange(len(self._numbers))).any():
             return None
         firsts = located.files[0].table["at"][located.row]
-        if (firsts != firsts[0] + 4 * (ends - self._stamps["samples"])).any():
+        if (firsts != firsts[0] + self._bytes * (ends - self._stamps["samples"])).any():
             return None
-        return located.files[0].bytes[int(firsts[0]) : int(firsts[0] + 4 * ends[-1])].view("<i4")
+        return located.files[0].bytes[int(firsts[0]) : int(firsts[0] + self._bytes * ends[-1])].view("<i4")
 
     def lengths(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (index, lengths) of each shard; none may be missing."""
+        """Yield (index, lengths [samples * answers]) of each shard; none may be missing."""
         located = self._file.located
         for number, file, row in zip(self._numbers.tolist(), located.file, located.row, strict=True):
             yield number, np.frombuffer(located.files[file].body(row), dtype="<i4")
@@ -176,7 +179,7 @@ class _Folder:
             saved = time.monotonic()
             try:
                 for number, (version, lengths) in count([*place_of]):
-                    shard, samples = self._shards[place_of[number]], len(lengths) // 4
+                    shard, samples = self._shards[place_of[number]], len(lengths) // self._bytes
                     if replace(version, ctime_ns=0) != replace(self._dataset.version(number), ctime_ns=0):
                         raise ShardError(f"{shard}: the shard changed while its texts were counted. Start again.")
                     new[shard.name] = Part(shard.name, version, lengths, (samples, 0, 0))
@@ -196,7 +199,7 @@ class _Folder:
 
     def _current(self, file: IndexFile, rows: np.ndarray, which: np.ndarray) -> np.ndarray:
         table = file.table[rows[which]]
-        same = (file.stamps(rows[which]) == self._stamps[which]) & (table["bytes"] == 4 * table["samples"])
+        same = (file.stamps(rows[which]) == self._stamps[which]) & (table["bytes"] == self._bytes * table["samples"])
         return which[same]
 
 
@@ -220,9 +223,9 @@ def _count_shard(opener: bytes, shard: Place, fields: Fields) -> Lengths:
 
 def _lengths_of(dataset: ShardDataset, shard: int) -> bytes:
     rows = dataset.samples_of(shard)
-    lengths = np.empty(rows, dtype=np.int32)
+    lengths = np.empty((rows, dataset.answers), dtype=np.int32)
     for row in range(rows):
         if row % _AHEAD == 0:
             dataset.expect_texts(shard, range(row, min(row + 2 * _AHEAD, rows)))
-        lengths[row] = dataset.length_of(shard, row)
+        lengths[row] = dataset.lengths_of(shard, row)
     return lengths.tobytes()

@@ -44,7 +44,7 @@ def check_sample(reader: RowReader, index: ShardIndex, row: int) -> str | None:
         counts = {kind: len(others.names.get(kind, ())) for kind in KINDS}
         if is_table(index.path):
             row_record = reader.record(index.path, record.offset, index.version)
-            parse_row(*row_record, NO_FIELDS, key, counts, counts, visuals=visuals)
+            parse_row(*row_record, NO_FIELDS, key, counts, counts, visuals=visuals, parse=parse_any)
             return None
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
         parse_any(raw, record.extension, key, counts, others=others, visuals=visuals)

@@ -118,10 +118,10 @@ def _count_texts(cfg: Any, workers: int) -> int:
     finally:
         bar.close()
     lengths.serve()
-    tokens = dataset.lengths
-    assert tokens is not None
+    assert dataset.lengths is not None
+    tokens = dataset.lengths.reshape(-1)  # of every answer
     print(
-        f"{counted} of {plural(len(tokens), 'text')} counted now; tokens of a sample: {tokens.mean():.1f} on average, "
+        f"{counted} of {plural(len(tokens), 'text')} counted now; tokens of a text: {tokens.mean():.1f} on average, "
         f"longest {tokens.max()}, of data.sequence_length {cfg.data.sequence_length}"
     )
     return 0

@@ -195,12 +195,13 @@ def _write_page(args: argparse.Namespace) -> int:
     cache_dir = args.cache_dir or cfg.data.cache_dir
     dataset = open_dataset(replace(cfg, data=replace(cfg.data, cache_dir=cache_dir)))
     number = min(_SHOWN if args.samples is None else args.samples, len(dataset))
-    samples = [dataset.decode(dataset[at]) for at in range(number)]
+    read = [dataset[at] for at in range(number)]
+    samples = [dataset.decode(answer) for sample in read for answer in (sample, *sample.others)]
     lengths, learned, bad = [], [], 0
     for at in range(min(_MEASURED, len(dataset))):
         text, bad_text = dataset.samples.read_text(at)
-        lengths.append(text.length)
-        learned.append(int((text.loss_mask > 0).sum()))
+        lengths += [answer.length for answer in text.answers]
+        learned += [int((answer.loss_mask > 0).sum()) for answer in text.answers]
         bad += bad_text is not None
     full = sum(length >= cfg.data.sequence_length for length in lengths)
     facts = [

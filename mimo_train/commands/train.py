@@ -167,7 +167,7 @@ def _first_line(run: "Run") -> str:
     length = epochs if train.epochs else plural(train.iters, "step")
     return (
         f"{run.dir}: {modules} on {ranks}; {length} of "
-        f"{plural(run.batch.global_batch_size, 'sample')} of {run.cfg.data.sequence_length} tokens; "
+        f"{plural(run.batch.global_batch_size, 'sample')} of {run.cfg.sample_length} tokens; "
         "starting"
     )
 

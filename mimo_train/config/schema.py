@@ -14,6 +14,7 @@ from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_run import LaunchConfig, PlacementConfig, RunConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
+from mimo_train.config.tasks import TASKS, TaskTraits
 from mimo_train.config.transformers_llm import TransformersLlm
 
 
@@ -58,6 +59,16 @@ class ConfigContainer(Section):
     def bidirectional(self) -> str:
         """Tokens of the language model that see each other, see `EncoderSpec.bidirectional`."""
         return next((kind for module in self.encoders.values() if (kind := module.encoder.bidirectional)), "")
+
+    @property
+    def traits(self) -> TaskTraits:
+        """What the task of the run reads and needs."""
+        return TASKS.get(self.train.task, TaskTraits())
+
+    @property
+    def sample_length(self) -> int:
+        """Most tokens of a sample, over all its answers."""
+        return self.traits.answers * self.data.sequence_length
 
     @property
     def llm(self) -> LlmSpec:

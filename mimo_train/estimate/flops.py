@@ -294,8 +294,11 @@ def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: f
     """Return the work of one sample at the end of the run, when `freeze_until` no longer applies. `vocab`: rows of the
     embedding; `media_per_sample`: media items of this module in a sample, each of the largest size."""
     if name == LANGUAGE:
-        length = cfg.data.sequence_length
-        matmuls = language_matmuls(cfg.llm, length, vocab)
+        answers = cfg.traits.answers
+        matmuls = [
+            replace(matmul, forward=answers * matmul.forward, attention=answers * matmul.attention)
+            for matmul in language_matmuls(cfg.llm, cfg.data.sequence_length, vocab)
+        ]
     else:
         module = cfg.modules[name]
         media = _largest(module, media_per_sample)

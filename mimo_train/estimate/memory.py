@@ -127,7 +127,7 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     cfg, sizes, recompute = run.cfg, run.layout.language, run.cfg.recompute_of(LANGUAGE)
     llm, train, frozen = cfg.llm, cfg.train, "llm" in cfg.language.freeze
     size, length = BYTES[train.precision], cfg.data.sequence_length
-    row = pack_length(cfg) if cfg.data.pack else length * train.micro_batch_size
+    row = pack_length(cfg) if cfg.data.pack else cfg.sample_length * train.micro_batch_size
     samples, tokens = math.ceil(row / length), row // sizes.cp
     layers = [llm.layer(number) for number in stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)]
     share = Share(
@@ -170,8 +170,8 @@ def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
 def mask_bytes(cfg: ConfigContainer) -> int:
     """Return the bytes of the masks of a microbatch in which some tokens see later ones (`attention_mask`): one for
     layers without a window, one for those with it. 0 for causal attention."""
-    train, length = cfg.train, cfg.data.sequence_length
-    pairs = pack_length(cfg) ** 2 if cfg.data.pack else train.micro_batch_size * length**2
+    train, rows = cfg.train, cfg.traits.answers * cfg.train.micro_batch_size
+    pairs = pack_length(cfg) ** 2 if cfg.data.pack else rows * cfg.data.sequence_length**2
     return (1 + (cfg.llm.window > 0)) * pairs * BYTES[train.precision] if cfg.bidirectional else 0
 
 

@@ -283,6 +283,7 @@ def shard_dataset(
         sampling=sampling_of(cfg),
         skip_null=data.null_captions == "skip",
         members_cache=members_cache(cfg),
+        form=cfg.traits.form,
     )
 
 

@@ -53,6 +53,11 @@ def token_dataset(
             f"{key}: .bin and .idx files are texts alone, for a run without encoders, and modules has "
             f"{', '.join(cfg.encoders)}: build shards of the texts (docs/data.md#texts)"
         )
+    if cfg.traits.form != "turns":
+        raise DataError(
+            f"{key}: .bin and .idx files are texts, and train.task={cfg.train.task} reads {cfg.traits.form} of "
+            "answers. Use shards of records"
+        )
     if named := next((source.key for source in sources if source.fields is not None), None):
         fields_key = f"{named.removesuffix('.shards')}.fields"
         raise DataError(f"{fields_key}: is for records, and {named} is of .bin and .idx files: leave it out")

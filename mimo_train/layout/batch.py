@@ -179,7 +179,7 @@ def sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
 
 def pack_length(cfg: ConfigContainer) -> int:
     """Return the maximum number of tokens of the samples in a packed row."""
-    return cfg.data.pack_length or cfg.train.micro_batch_size * cfg.data.sequence_length
+    return cfg.data.pack_length or cfg.train.micro_batch_size * cfg.sample_length
 
 
 def has_balancing_loss(llm: LlmSpec) -> bool:
@@ -196,10 +196,11 @@ def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         return
     if data.pad == "sequence":
         yield Fault("data.pad", "is sequence, one sample in each row, and data.pack is true: set one of them only")
-    if 0 < data.pack_length < data.sequence_length:
+    if 0 < data.pack_length < cfg.sample_length:
+        answers = f"{cfg.traits.answers} x " if cfg.traits.answers > 1 else ""
         yield Fault(
             "data.pack_length",
-            f"{data.pack_length} tokens do not hold the longest sample, of data.sequence_length "
+            f"{data.pack_length} tokens do not hold the longest sample, of {answers}data.sequence_length "
             f"{data.sequence_length}: use at least that, better twice",
         )
     if has_balancing_loss(llm) and llm.router_balancing != "aux_loss":

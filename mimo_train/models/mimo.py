@@ -55,6 +55,7 @@ class PlacedMimoModel(MimoModel):
         modality_inputs: dict[str, dict[str, Any]] | None = None,
         documents: Sequence[int] | None = None,
         blocks: torch.Tensor | None = None,
+        feature_rows: dict[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor | dict[str, torch.Tensor], torch.Tensor | None]:
         """Run the modules on this rank: encoders first, then the language model.
 
@@ -64,6 +65,8 @@ class PlacedMimoModel(MimoModel):
             documents: ends of the documents of a packed row; batch is 1. Features are in the order of documents.
             blocks: int64 [batch, sequence], on the language model's ranks: tokens with one number see each other, -1:
                 only earlier ones. None: attention is causal.
+            feature_rows: {encoder module: row of its features for each placeholder, int64}, where several answers of a
+                sample have the same items; None: features are in the order of placeholders.
 
         Returns:
             (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
@@ -87,6 +90,8 @@ class PlacedMimoModel(MimoModel):
                 received[name] = rows.detach()
             elif self._cp_group is not None:
                 received[name] = sum_gradients(rows, self._cp_group)
+            if feature_rows is not None:
+                received[name] = received[name].index_select(0, feature_rows[name])
         if self.role.is_first_stage(LANGUAGE) and unwrap_model(self.language_model).config.deepstack:
             received = self._without_deepstack(received, input_ids)
         language = unwrap_model(self.language_model)

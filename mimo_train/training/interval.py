@@ -206,7 +206,7 @@ class Interval:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of `state_dict`."""
         self.steps, self._samples, self._seconds = state["steps"], state["samples"], state["seconds"]
-        of_whole_rows = self._samples * self._state.cfg.data.sequence_length  # a checkpoint without token counts
+        of_whole_rows = self._samples * self._state.cfg.sample_length  # a checkpoint without token counts
         self._tokens, self._positions = (state.get(name, of_whole_rows) for name in ("tokens", "positions"))
         self._flops |= {name: Flops(*count) for name, count in state["flops"].items() if name in self._flops}
         self._of_logits = torch.tensor(state.get("of_logits", [0.0, 0.0]), dtype=torch.float64).to(self._device)

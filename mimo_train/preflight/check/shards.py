@@ -209,10 +209,11 @@ def _add_first_samples(
     for name, numbers in counts.items():
         rows.append((label, f"{cfg.modules[name].encoder.medium}s of {name}", f"{spread(numbers)} a sample"))
     if texts:
-        limit, lengths = cfg.data.sequence_length, [text.length for text in texts]
+        limit, lengths = cfg.data.sequence_length, [answer.length for text in texts for answer in text.answers]
         rows.append((label, "tokens used", f"{spread(lengths)}, of data.sequence_length {limit}"))
-        rows.append((label, "tokens with loss", spread([int(text.loss_mask.sum()) for text in texts])))
-        if full := sum(length >= limit for length in lengths):
+        learned = [int(answer.loss_mask.sum()) for text in texts for answer in text.answers]
+        rows.append((label, "tokens with loss", spread(learned)))
+        if full := sum(max(answer.length for answer in text.answers) >= limit for text in texts):
             report.warnings.append(
                 f"{key}: {full} of the first {len(first)} samples fill data.sequence_length {limit}: "
                 "text beyond it is cut; raise data.sequence_length to keep it"
@@ -319,8 +320,8 @@ def _add_rendered(text: Any, tokenizer: Any, title: str, rows: list) -> None:
             rendered += "".join(f"{tokenizer.shown(run[:1])} x {len(run)} " for run in members)
         else:
             rendered += tokenizer.shown([token for run in members for token in run])
-    learned = tokenizer.shown(text.labels[text.loss_mask > 0].tolist())
-    for name, words in (("rendered", rendered), ("learned", learned)):
+    first, *others = [tokenizer.shown(answer.labels[answer.loss_mask > 0].tolist()) for answer in text.answers]
+    for name, words in (("rendered", rendered), ("learned", first), *(("compared with", other) for other in others)):
         line = words.replace("\n", "\\n")
         cut = line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]} ..."
         rows.append((title, name, cut))

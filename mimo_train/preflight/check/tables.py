@@ -97,7 +97,7 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
 
 def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:
     length, replicas = pack_length(cfg), layout.language.dp
-    most = -(-cfg.train.global_batch_size * cfg.data.sequence_length // (length * replicas))
+    most = -(-cfg.train.global_batch_size * cfg.sample_length // (length * replicas))
     return [
         (
             "microbatch",
@@ -117,7 +117,7 @@ def add_batch(report: Report, run: Run) -> None:
     together = replicas if apart else batch.microbatch_samples
     divisor = "data.separate_documents: 1" if apart else f"train.micro_batch_size {train.micro_batch_size}"
     per_rank = ", ".join(f"{name} {together // sizes.dp}" for name, sizes in layout.modules.items())
-    tokens = train.global_batch_size * cfg.data.sequence_length
+    tokens, answers = train.global_batch_size * cfg.sample_length, cfg.traits.answers
     packed = cfg.data.pack
     rows = [
         ("processes", _processes(layout)),
@@ -132,7 +132,7 @@ def add_batch(report: Report, run: Run) -> None:
         (
             "tokens",
             f"{'at most ' * (cfg.data.pad == 'microbatch')}{tokens:,} a step, padding included "
-            f"({train.global_batch_size} x {cfg.data.sequence_length})",
+            f"({train.global_batch_size} x {f'{answers} answers x ' if answers > 1 else ''}{cfg.data.sequence_length})",
         ),
         (
             "run",

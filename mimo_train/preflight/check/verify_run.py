@@ -165,7 +165,7 @@ def _read(job: tuple[int, range]) -> _Counts:
         if fault is not None:
             counts.bad.append(f"{fault.shard}: key {shown(fault.key)}: {shown(fault.reason)}")
             continue
-        counts.cut += sample.length >= dataset.sequence_length
+        counts.cut += max(answer.length for answer in sample.answers) >= dataset.sequence_length
         counts.without_loss += not sample.loss_mask.any()
         counts.special.update([*sample.special_text, ""] if sample.special_text else ())
     return counts

@@ -61,7 +61,7 @@ class Costs:
     ) -> list[StageCost]:
         """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank."""
         llm, cp = self._cfg.llm, layout.cp
-        tokens = samples * self._cfg.data.sequence_length // cp
+        tokens = samples * self._cfg.sample_length // cp
         kept = _dense_layer(llm.mlp()).kept(Share(tokens, self._size, tp=layout.tp, sp=layout.sp))
         forward, backward = self._inside_language(layout, tokens)
         costs, cached = [], dict[tuple[Work, bool, bool], StageCost]()
@@ -106,7 +106,7 @@ class Costs:
 
     def boundary(self, layout: LayoutConfig, samples: int) -> float:
         """Return the bytes that a rank of the language model sends to the next stage for a microbatch."""
-        tokens = samples * self._cfg.data.sequence_length // layout.cp
+        tokens = samples * self._cfg.sample_length // layout.cp
         return tokens * self._cfg.llm.hidden_size * self._size / (layout.tp if layout.sp else 1)
 
     def features(self, name: str, samples: float) -> float:

@@ -77,17 +77,18 @@ def shares_of(
 
     language = replace(cfg.language, layout=LayoutConfig())
     cfg = replace(cfg, modules={**cfg.modules, LANGUAGE: language})
-    size, length = cfg.train.global_batch_size, cfg.data.sequence_length
+    size, length, answers = cfg.train.global_batch_size, cfg.data.sequence_length, cfg.traits.answers
     batching = Batching(size, gcd(size, cfg.train.micro_batch_size), None, 1, padding_of(cfg))
     step_flops, tokens = StepFlops(cfg, vocab), 0.0
     done, full = dict.fromkeys(cfg.modules, 0.0), dict[str, float]()
     for name in cfg.modules:
         if name == LANGUAGE:
-            full[name] = size * step_flops.of_texts({length: 1}, AT_THE_END).hardware
+            full[name] = size * answers * step_flops.of_texts({length: 1}, AT_THE_END).hardware
         else:
             full[name] = size * module_work(cfg, name, vocab, media[name]).whole.total
     for samples in steps:
-        plan = batching.plan(0, size, samples.lengths, length, samples.documents if cfg.data.pack else None)
+        documents = samples.documents if cfg.data.pack or answers > 1 else None
+        plan = batching.plan(0, size, samples.lengths, length, documents, answers)
         numbers = {
             key: {name: [each.tolist()] for name, each in getattr(samples, field).items()}
             for key, field in (("counts", "tokens"), ("loads", "loads"), ("pairs", "pairs"))
@@ -95,5 +96,5 @@ def shares_of(
         for name, flops in step_flops(texts=plan.texts_of_length, **numbers, step=AT_THE_END).items():
             done[name] += flops.hardware / len(steps)
         lengths = samples.lengths
-        tokens += (1.0 if lengths is None else float(lengths.sum()) / (size * length)) / len(steps)
+        tokens += (1.0 if lengths is None else float(lengths.sum()) / (size * cfg.sample_length)) / len(steps)
     return DataShares(tokens, {name: done[name] / full[name] for name in cfg.modules}, len(steps))

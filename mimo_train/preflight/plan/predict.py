@@ -129,7 +129,7 @@ class Predictor:
         """Return (stages, sources before destinations; microbatches of a step)."""
         language, cfg = candidate.language, self._cfg
         # Full-length samples in a microbatch on a data-parallel rank of the language model.
-        samples = pack_length(cfg) // cfg.data.sequence_length if cfg.data.pack_length else candidate.micro_batch_size
+        samples = pack_length(cfg) // cfg.sample_length if cfg.data.pack_length else candidate.micro_batch_size
         full = cfg.train.global_batch_size / (samples * language.dp)
         # Packed rows are full, but fewer; other rows are shorter.
         microbatches = max(1.0, -(-full * self._shares.tokens // 1)) if cfg.data.pack else full

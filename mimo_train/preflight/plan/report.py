@@ -28,7 +28,7 @@ def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> Iterator[str
         f"{request.gpus:,} x {device.name} ({device.memory / 1e9:g} GB, {device.half / 1e12:g} TFLOP/s in half "
         f"precision and {device.single / 1e12:g} in fp32, {device.inside / 1e9:g} GB/s inside of a node, "
         f"{device.across / 1e9:g} across){node}; {cfg.train.precision}, global batch of "
-        f"{cfg.train.global_batch_size:,} samples of {cfg.data.sequence_length:,} tokens{''.join(media)}"
+        f"{cfg.train.global_batch_size:,} samples of {cfg.sample_length:,} tokens{''.join(media)}"
     )
     yield f"layouts of {LANGUAGE}: {plan.legal:,}; of all modules {plan.predicted:,} predicted\n"
     for number, proposal in enumerate(plan.proposals, start=1):
@@ -39,7 +39,7 @@ def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> Iterator[str
         yield (
             f"   {f'{seconds:.2f} s' if seconds >= 1 else f'{seconds * 1e3:.3g} ms'} a step: "
             f"{f'{samples:,.0f}' if samples >= 100 else f'{samples:.3g}'} samples/s and "
-            f"{samples * cfg.data.sequence_length:,.0f} tokens/s for each GPU"
+            f"{samples * cfg.sample_length:,.0f} tokens/s for each GPU"
         )
         idle = ", ".join(f"{name} {share:.0%}" for name, share in prediction.idle.items())
         memory = f"{proposal.memory / GIB:.1f} of {device.memory / GIB:.1f} GiB"
@@ -64,7 +64,7 @@ def data_of(plan: Plan, cfg: ConfigContainer, request: Request) -> dict[str, Any
                 "ranks": proposal.candidate.world_size,
                 "step_seconds": proposal.prediction.seconds,
                 "samples_per_second_per_gpu": _samples(proposal, cfg, request),
-                "tokens_per_second_per_gpu": _samples(proposal, cfg, request) * cfg.data.sequence_length,
+                "tokens_per_second_per_gpu": _samples(proposal, cfg, request) * cfg.sample_length,
                 "bubble": proposal.prediction.bubble,
                 "idle": dict(proposal.prediction.idle),
                 "memory_bytes": proposal.memory,

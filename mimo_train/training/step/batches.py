@@ -223,6 +223,8 @@ class StepIterator:
             if "loss_mask" in batch:
                 # Samples that any rank flagged as bad have no loss.
                 batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
+            if "answers" in batch:
+                batch["answers"] = batch["answers"].masked_fill(batch["loss_mask"] == 0, -1)
             return batch
 
     def following(self) -> Iterator[dict[str, Any]]:
@@ -293,7 +295,7 @@ class StepIterator:
                     counted = mask.split(step.plan.lengths_in_row(np.asarray(microbatch["sample_numbers"]), len(mask)))
                     counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
                 else:
-                    counts[places] = microbatch["loss_mask"].double().sum(dim=1)
+                    counts[places] = microbatch["loss_mask"].double().view(len(places), -1).sum(dim=1)
         return to_device(counts, pipeline.device)
 
     def answered(self) -> torch.Tensor:
@@ -301,13 +303,14 @@ class StepIterator:
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, microbatch in enumerate(self.current.microbatches):
             mask = to_device(microbatch["loss_mask"], self.device) * self._good_of(index, microbatch)
-            count += (mask > 0).any(dim=1).sum()
+            count += (mask > 0).view(len(microbatch["sample_numbers"]), -1).any(dim=1).sum()
         return count
 
     def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
         """Return 1 where a loss counts, 0 in bad samples: [B, 1], or [1, T] of a packed row."""
         if not self.current.plan.packed:
-            return self._good[batch["sample_numbers"] - self.current.first_sample]
+            good = self._good[batch["sample_numbers"] - self.current.first_sample]
+            return good.repeat_interleave(self.current.plan.answers, dim=0)
         numbers = self.current.microbatches[index]["sample_numbers"]
         lengths = self.current.plan.lengths_in_row(np.asarray(numbers), batch["loss_mask"].size(1))
         # Padding after the samples has no loss anyway: give it any place.

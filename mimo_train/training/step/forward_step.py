@@ -31,7 +31,16 @@ ACCEPTED_FORMS = (
 )
 """Signatures of a forward step. It returns (output, loss function), or (output, None) before the last stage."""
 
-MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs", "documents", "blocks")
+MODEL_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "labels",
+    "loss_mask",
+    "modality_inputs",
+    "documents",
+    "blocks",
+    "feature_rows",
+)
 """Keys of a microbatch that the model takes."""
 TOKEN_KEYS = ("input_ids", "position_ids", "labels", "loss_mask", "sources", "answers")
 """Keys of a microbatch with a value for each token, [batch, sequence]."""

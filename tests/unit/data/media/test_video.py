@@ -188,7 +188,7 @@ def test_a_video_is_its_images_in_every_part_of_a_sample(dataset, tmp_path):
         found = [round(float(one.float().mean()) / STEP) for one in frames_as_images]
         assert found == [round(7 / STEP) if value is None else value for value in grey[number]]
         assert step.tokens["images"][number] == data.token_counts(number)["images"] == 4 * count
-        assert data.length_of(0, number) == sample.length
+        assert data.lengths_of(0, number) == [sample.length]
     # Where the text marks them, one behind the other.
     placeholder = data.tokenizer.placeholder_id("<image>")
     text = data.read_text(2)[0].input_ids.tolist()

@@ -69,7 +69,7 @@ def test_one_shard_in_two_sources_is_counted_and_read_as_each_says(folders, data
     lengths = TextLengths(data)
     assert lengths.missing() == [0, 1] and sum(done.samples for done in lengths.build()) == 10
     lengths.serve()
-    assert data.lengths.tolist() == [data.length_of(shard, row) for shard in (0, 1) for row in range(5)]
+    assert data.lengths.tolist() == [data.lengths_of(shard, row)[0] for shard in (0, 1) for row in range(5)]
     assert {*data.lengths[:5]} != {*data.lengths[5:]}
     assert {prompt_and_truth(data, number)[1] for number in range(10)} == {*"01234", "which?"}
     assert len({data.identity(number) for number in range(10)}) == 5  # the image is the same

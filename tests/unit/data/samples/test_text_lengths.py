@@ -107,7 +107,7 @@ def test_a_count_that_is_killed_goes_on_where_it_was(shards, dataset, monkeypatc
     work.close()  # as an end leaves it, and a kill after a save
     data, read = dataset(shards=shards), []
     monkeypatch.setattr(
-        data, "length_of", lambda shard, row: read.append(shard) or ShardDataset.length_of(data, shard, row)
+        data, "lengths_of", lambda shard, row: read.append(shard) or ShardDataset.lengths_of(data, shard, row)
     )
     done = list(TextLengths(data).build())
     assert [(one.samples, one.here) for one in done] == [(6, True)], "the first was counted by the one before"
@@ -121,7 +121,7 @@ def test_one_that_finds_another_at_work_waits_for_what_it_counts(shards, dataset
     one, other = first.build(), second.build()
     assert next(one).samples == 6 and next(other).samples == 0 and next(other).samples == 0
     assert [done.samples for done in one] == [6]
-    monkeypatch.delattr(ShardDataset, "length_of")
+    monkeypatch.delattr(ShardDataset, "lengths_of")
     found = list(other)
     assert sum(done.samples for done in found) == 12 and second.missing() == []
     assert not any(done.here for done in found), "the first has counted all of it"
@@ -133,7 +133,7 @@ def test_a_count_of_other_shards_takes_what_a_killed_one_has(shards, dataset, mo
     assert next(work).shard == shards / "s-0.tar"
     work.close()  # as a kill leaves it
     assert counted(dataset(shards=shards / "s-1.tar")) == 6 and not list(shards.glob("*.lock"))
-    monkeypatch.delattr(ShardDataset, "length_of")
+    monkeypatch.delattr(ShardDataset, "lengths_of")
     assert counted(dataset(shards=shards)) == 0
 
 
