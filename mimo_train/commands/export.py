@@ -70,7 +70,7 @@ def _export(args: argparse.Namespace) -> int:
         adopt_torch()
         from mimo_train.evaluation.export import export
 
-        written, reason = export(
+        written, _ = export(
             folder,
             cfg,
             args.to,
@@ -78,9 +78,8 @@ def _export(args: argparse.Namespace) -> int:
             largest_file=int(args.file_gigabytes * 10**9),
             merge=args.merge,
             base_model=args.base_model,
+            announce=lambda form: print(form, flush=True),
         )
-    if reason:
-        print(f"each part by itself, for no model of transformers has them all: {reason}")
     for directory in written:
         print(f"{directory.what}: {directory.folder}")
         for change in directory.changes:

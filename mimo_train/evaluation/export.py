@@ -1,5 +1,6 @@
 """Export of a checkpoint as `transformers` directories, and of its adapters in PEFT's format."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ def export(
     largest_file: int,
     merge: bool,
     base_model: str = "",
+    announce: Callable[[str], None] = lambda form: None,
 ) -> tuple[list[Exported], str]:
     """Write the model of a checkpoint. On one process.
 
@@ -65,6 +67,7 @@ def export(
         merge: merge adapters into the weights instead of writing them separately.
         base_model: model name in the adapters' files. Empty: its name in the hub if its folder is in the hub's cache,
             else the folder; readers resolve a relative one from their own working directory.
+        announce: called before anything is written, with what will be.
 
     Returns:
         The directories written, and why there are several instead of one; empty if there is one.
@@ -97,6 +100,11 @@ def export(
     if base_model and len(adapters) != 1:
         reason = f"adapters are for {plural(len(adapters), 'model')} ({', '.join(adapters)})" if adapters else "none"
         raise UserError(f"--base-model is {base_model}, which adapters name, and {reason} are written: leave it out")
+    names = "; ".join(document.what for document in documents)
+    if reason:
+        announce(f"{len(documents)} directories ({names}), for no model of transformers has all parts: {reason}")
+    else:
+        announce(f"one directory: {names}")
     kind = dtype or run.cfg.train.precision
     write = partial(_write, run.cfg, stored=stored, dtype=kind, largest_file=largest_file, merge=merge)
     written = []

@@ -1,6 +1,7 @@
 """Decide from the config which runs can be exported as one LLaVA of `transformers`; shared by export and `check`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from encoders.errors import EncoderError
@@ -14,6 +15,7 @@ from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.families.config_json import language_config_json, model_types
 from mimo_train.families.registry import family_of
 
@@ -35,6 +37,22 @@ ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items(
 
 class NoLlava(Exception):
     """Reason in a sentence why a run's parts do not form a LLaVA."""
+
+
+def export_form(cfg: ConfigContainer) -> str:
+    """Return what an export of a run will be, as a sentence, with the key that decides if it is several directories."""
+    if reason := why_several(cfg):
+        form = f"a directory for each part, since transformers has no model for all: {reason}"
+    elif len(folders := {module.pretrained for module in cfg.modules.values()}) == 1 and "" not in folders:
+        form = f"one directory, that of {folders.pop()} with the trained weights"
+    elif cfg.encoders:
+        form = "one directory, a LLaVA"
+    else:
+        is_native = not isinstance(cfg.language.llm, TransformersLlm)
+        spec = replace(cfg.llm, vocab_size=cfg.llm.vocab_size or 1, max_positions=cfg.llm.max_positions or 1)
+        kinds = model_types(spec) if is_native else [cfg.language.llm.model_config["model_type"]]
+        form = f"one directory, of model_type {kinds[0]}" if kinds else f"by our own names: {why_no_family(spec)}"
+    return f"an export of this run is {form}"
 
 
 def why_several(cfg: ConfigContainer) -> str:

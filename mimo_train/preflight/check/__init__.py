@@ -103,7 +103,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
 def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
     """Report missing user code, and patterns that only the start of the run can check."""
     from mimo_train.estimate.parameters import freeze_patterns
-    from mimo_train.hf.llava_limits import why_several
+    from mimo_train.hf.llava_limits import export_form
 
     for key, snapshot in snapshots_of(asdict(cfg)).items():
         cached, missing = snapshot.weight_bytes(key)
@@ -120,10 +120,8 @@ def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
                     f"modules.{name}.{key}: whether {', '.join(patterns)} match parameters is seen when the model is "
                     "built, as with --dry-run"
                 )
-    reason = "" if any(key.startswith("modules") for key in keys) else why_several(cfg)
-    if reason:
-        several = "an export of this run is a directory for each part, since transformers has no model for all"
-        report.notes.append(f"{several}: {reason}")
+    if not any(key.startswith("modules") for key in keys) and LANGUAGE in cfg.modules:
+        report.notes.append(export_form(cfg))
     if cfg.run.device == "cuda" and not any(driver.exists() for driver in GPU_DRIVERS):
         text = "run.device is cuda, but this machine has no GPU driver. The run starts on other machines only"
         report.warnings.append(f"{text}, or here with run.device=cpu")

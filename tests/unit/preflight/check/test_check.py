@@ -312,6 +312,14 @@ def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
         (("modules.images.projector.kind=linear",), "modules.images.projector.kind is linear, and LLaVA's projector"),
     ],
 )
-def test_what_no_export_can_have_in_one_directory_is_a_note(overrides, why):
-    notes = [note for note in check(load("vlm_digits", *overrides), without_data=True).notes if "an export" in note]
-    assert len(notes) == bool(why) and all(f"since transformers has no model for all: {why}" in note for note in notes)
+def test_a_note_has_the_form_of_an_export_and_the_key_that_decides(overrides, why):
+    form = f"a directory for each part, since transformers has no model for all: {why}" if why else "one directory, a L"
+    (note,) = (note for note in check(load("vlm_digits", *overrides), without_data=True).notes if "an export" in note)
+    assert note.startswith(f"an export of this run is {form}")
+
+
+def test_a_language_model_alone_has_a_form_too():
+    for overrides, form in (((), "one directory, of model_type llama"), (("position=learned",), "by our own names: ")):
+        settings = [f"modules.language.llm.{each}" for each in overrides]
+        (note,) = (note for note in check(load("gpt_tiny", *settings)).notes if "an export" in note)
+        assert form in note and all(each.partition("=")[0] in note for each in settings)
