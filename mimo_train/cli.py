@@ -54,9 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_modules() -> tuple[ModuleType, ...]:
     """Modules that add commands, in the order of the help."""
     # Not at the top: they import `data`, which may be another package until `require_own_packages` has looked.
-    from mimo_train.commands import check, checkpoint, config, export, generate, hang, launch, logs, plan, shards, train
+    from mimo_train.commands import (
+        check,
+        checkpoint,
+        compare,
+        config,
+        export,
+        generate,
+        hang,
+        launch,
+        logs,
+        plan,
+        shards,
+        train,
+    )
 
-    return train, check, plan, config, launch, generate, export, checkpoint, shards, hang, logs
+    return train, check, plan, config, launch, generate, compare, export, checkpoint, shards, hang, logs
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, add_command, add_config_command, positive, whole
+from mimo_train.commands.launch_sweep import add_sweep
 from mimo_train.config.errors import UserError
 
 
@@ -33,6 +34,7 @@ def add(commands: Any) -> None:
         "  mimo-train launch here vlm_digits run.device=cpu\n"
         "  srun --ntasks-per-node=1 mimo-train launch here my.yaml",
     )
+    add_sweep(kinds)
     _add_cluster(kinds)
     requeue = add_command(
         kinds,

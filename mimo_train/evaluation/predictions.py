@@ -145,13 +145,14 @@ def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, data
 
 
 def write_samples(path: Path, entries: list[dict[str, Any]], samples: int, dataset: Samples) -> None:
-    """Write the last turn of the first `samples` samples with their media, for the report."""
+    """Write the last turn of the first `samples` samples with their media, for the report, trackers and `compare`."""
     last_turns = list({entry["number"]: entry for entry in entries}.values())[:samples]
     words = {"question": "question", "answer": "answer", "truth": "truth", "correct": "exact_match"}
-    shown = [
-        shown_media(dataset, entry["number"]) | {key: entry[name] for key, name in words.items()}
-        for entry in last_turns
-    ]
+    shown: list[dict[str, Any]] = []
+    for entry in last_turns:
+        shard, key = dataset.locate(entry["number"])
+        place = {"shard": str(shard), "key": key}
+        shown.append(place | shown_media(dataset, entry["number"]) | {word: entry[of] for word, of in words.items()})
     _write(path, json.dumps(shown))
 
 

@@ -5,7 +5,7 @@ copies: one that fails is reported once and skipped, and training continues.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ class Sink(Protocol):
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write `values` of optimizer step `step`."""
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Show the predictions of an evaluation, see `page.held_out_samples`."""
 
     def close(self) -> None:
         """Write what is still held back, and close."""
@@ -52,11 +55,19 @@ class MetricsLog:
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write the values of a step, or of an evaluation at that step (keys `eval/...`). Raises what the record
         raises."""
+        self._to_all(step, lambda sink: sink.log(step, consumed_samples, values))
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Show the predictions of an evaluation at a step, with their media."""
+        if samples:
+            self._to_all(step, lambda sink: sink.samples(step, samples))
+
+    def _to_all(self, step: int, write: Callable[[Sink], None]) -> None:
         for name, sink in self._sinks.items():
             if name in self._failed:
                 continue
             try:
-                sink.log(step, consumed_samples, values)
+                write(sink)
             except Exception as error:
                 if name == RECORD:
                     raise

@@ -14,6 +14,7 @@ from mimo_train.flight.recorder import RECORDER
 from mimo_train.logging import progress
 from mimo_train.logging.console import CountBar
 from mimo_train.logging.metrics_log import RECORD
+from mimo_train.logging.report.page import held_out_samples
 from mimo_train.logging.sinks.jsonl import iter_metrics
 from mimo_train.training.callbacks import Callback, Callbacks
 from mimo_train.training.saving import Saver
@@ -166,6 +167,9 @@ class Evaluator(Callback):
             return
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.evaluation(step, values)
+        first = self._session.held_out_sets[0]
+        if first in sets and f"{first.prefix}exact_match" in values and state.cfg.train.report_samples:
+            state.metrics.samples(step, held_out_samples(state.run_dir / "samples.json")[0])
         for each in sets:
             if values[f"{each.prefix}samples"] == 0:
                 name = each.prefix.removeprefix("eval/").rstrip("/")

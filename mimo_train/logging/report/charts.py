@@ -79,6 +79,8 @@ class Chart:
     x_ticks: list[tuple[str, str]]
     note: str
     """Note about values that cannot be drawn, or empty."""
+    x_name: str = "step"
+    """Unit of the x axis."""
     box: int = _BOX
 
 
@@ -98,26 +100,29 @@ def chart(
     last_step: float,
     y_range: tuple[float, float] | None = None,
     y_format: Callable[[float], str] = short,
+    x_name: str = "step",
 ) -> Chart | None:
-    """Return the chart of curves over steps 0 to `last_step`; None without values."""
+    """Return the chart of curves over steps, or another unit `x_name`, from 0 to `last_step`; None without values."""
     drawn = [(each, thin(each.steps, each.values)) for each in series]
     values = [value for _, points in drawn for _, value in points if value is not None]
     if not values:
         return None
     last_step = max(1.0, last_step)
-    whole_steps = [tick for tick in linear_axis(0, last_step, 6).ticks if tick <= last_step and tick == int(tick)]
+    ticks = [tick for tick in linear_axis(0, last_step, 6).ticks if tick <= last_step]
+    whole_steps = [tick for tick in ticks if tick == int(tick) or x_name != "step"]
     x_axis = Axis(0, last_step, False, whole_steps)  # ends at the last step, so that curves fill the width
     main = [value for each, points in drawn for _, value in points if value is not None and each.kind != "raw"]
     y_axis = linear_axis(*y_range, 6) if y_range else value_axis(values, main or values)
     return Chart(
         title=title,
         y_name=y_name + (" (log scale)" if y_axis.log else ""),
-        summary=" ".join([f"{title}.", *(_summary(each, y_format) for each in series if each.kind != "raw")]),
-        curves=[_curve(each, points, x_axis, y_axis, y_format) for each, points in drawn],
+        summary=" ".join([f"{title}.", *(_summary(each, y_format, x_name) for each in series if each.kind != "raw")]),
+        curves=[_curve(each, points, x_axis, y_axis, y_format, x_name) for each, points in drawn],
         grid="".join(f"M0 {_BOX * (1 - y_axis.place(tick)):.1f}h{_BOX}" for tick in y_axis.ticks[1:]),
         y_ticks=[(y_format(tick), f"{100 * (1 - y_axis.place(tick)):.2f}") for tick in y_axis.ticks],
         x_ticks=[(short(tick), f"{100 * x_axis.place(tick):.2f}") for tick in x_axis.ticks],
         note=_note(series),
+        x_name=x_name,
     )
 
 
@@ -147,7 +152,12 @@ def linear_axis(low: float, high: float, count: int) -> Axis:
 
 
 def _curve(
-    series: Series, points: list[tuple[float, float | None]], x_axis: Axis, y_axis: Axis, name: Callable[[float], str]
+    series: Series,
+    points: list[tuple[float, float | None]],
+    x_axis: Axis,
+    y_axis: Axis,
+    name: Callable[[float], str],
+    x_name: str,
 ) -> Curve:
     """Return the curve, broken at gaps. Dots mark all points (kind dots) and single points between gaps."""
     segments: list[list[Dot]] = [[]]
@@ -156,7 +166,7 @@ def _curve(
             segments.append([])
             continue
         place = f"{_BOX * x_axis.place(step):.1f} {_BOX * (1 - y_axis.place(value)):.1f}"
-        segments[-1].append(Dot(place, f"{series.label}, step {step:,.0f}: {name(value)}"))
+        segments[-1].append(Dot(place, f"{series.label}, {_position(step, x_name)}: {name(value)}"))
     every = series.kind == "dots" and len(points) <= _MAX_DOTS
     return Curve(
         series,
@@ -165,13 +175,17 @@ def _curve(
     )
 
 
-def _summary(series: Series, name: Callable[[float], str]) -> str:
+def _position(step: float, x_name: str) -> str:
+    return f"step {step:,.0f}" if x_name == "step" else f"{short(step)} {x_name}"
+
+
+def _summary(series: Series, name: Callable[[float], str], x_name: str) -> str:
     finite = [pair for pair in zip(series.steps, series.values, strict=True) if math.isfinite(pair[1])]
     if not finite:
         return ""
     (start, first), (end, last), values = finite[0], finite[-1], [value for _, value in finite]
     return (
-        f"{series.label}: {name(first)} at step {start:,.0f}, {name(last)} at step {end:,.0f}, "
+        f"{series.label}: {name(first)} at {_position(start, x_name)}, {name(last)} at {_position(end, x_name)}, "
         f"lowest {name(min(values))}, highest {name(max(values))}."
     )
 

@@ -9,9 +9,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from data.storage.files import replacing
 from data.text_format import plural
@@ -59,6 +60,9 @@ class JsonlSink:
             self._has_failed = True
         else:
             self._has_failed = False
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write nothing: predictions have files of their own."""
 
     def close(self) -> None:
         """Write the held-back lines. Raises UserError if they cannot be written."""

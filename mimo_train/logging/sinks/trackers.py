@@ -5,12 +5,15 @@ continues the same curves. Trackers cannot delete values: steps repeated after a
 the later value counts.
 """
 
+import base64
+import io
 import logging
 import netrc
 import os
 import secrets
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -27,6 +30,28 @@ def keep_id(file: Path, run_id: str) -> str:
     """Write `run_id` to `file` and return it."""
     file.write_text(run_id + "\n")
     return run_id
+
+
+_WORDS = ("question", "answer", "truth", "correct")
+"""Texts of a sample in trackers."""
+
+
+def _markdown(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return the texts of samples as a table."""
+    rows = [["sample", *_WORDS], ["---"] * (1 + len(_WORDS))]
+    rows += [[str(number), *(_cell(sample[word]) for word in _WORDS)] for number, sample in enumerate(samples)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).replace("|", "\\|").split())
+
+
+def _opened(png: str) -> Any:
+    """Return the image of a PNG in base64."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(png)))
 
 
 class TensorboardSink:
@@ -48,6 +73,20 @@ class TensorboardSink:
         scalars = {"consumed_samples": consumed_samples, **values}
         summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()])
         self.handle.file_writer.add_summary(summary, step)  # type: ignore[attr-defined]  # torch declares it None
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the first image of each sample, and a table of all texts."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard.summary import text
+
+        # The PNG as it is: SummaryWriter.add_image would decode and encode it.
+        images = [
+            Summary.Value(tag=f"samples/{number}", image=Summary.Image(encoded_image_string=base64.b64decode(png)))
+            for number, sample in enumerate(samples)
+            for png in sample["images"][:1]
+        ]
+        self.handle.file_writer.add_summary(Summary(value=images), step)  # type: ignore[attr-defined]
+        self.handle.file_writer.add_summary(text("samples", _markdown(samples)), step)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -93,6 +132,16 @@ class WandbSink:
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Add one row."""
         self.handle.log({"step": step, "consumed_samples": consumed_samples, **values})
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Add a table `samples` with images and texts."""
+        import wandb
+
+        rows = [
+            [step, [wandb.Image(_opened(png)) for png in sample["images"]], *(str(sample[word]) for word in _WORDS)]
+            for sample in samples
+        ]
+        self.handle.log({"step": step, "samples": wandb.Table(["step", "images", *_WORDS], rows)})
 
     def close(self) -> None:
         """End the run; online, wait for the upload."""
@@ -190,6 +239,11 @@ class MlflowSink:
         if len(self._in_flight) > _IN_FLIGHT:
             self._in_flight.popleft().wait()
 
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Store the samples of the step with their media, as JSON."""
+        client, run_id = self.handle
+        client.log_dict(run_id, [dict(sample) for sample in samples], f"samples/step_{step:08d}.json")
+
     def close(self) -> None:
         """Wait until all values are written, and end the run."""
         while self._in_flight:
@@ -253,6 +307,13 @@ class CometSink:
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write every value at `step`."""
         self.handle.log_metrics({"consumed_samples": consumed_samples, **values}, step=step)
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the first image of each sample, and all texts."""
+        for number, sample in enumerate(samples):
+            for png in sample["images"][:1]:
+                self.handle.log_image(_opened(png), name=f"samples/{number}", step=step)
+        self.handle.log_text(_markdown(samples), step=step)
 
     def close(self) -> None:
         """End the experiment: online, wait for the upload; offline, write the archive."""

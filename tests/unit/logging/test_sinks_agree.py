@@ -1,5 +1,6 @@
 """Every sink holds the numbers of metrics.jsonl, as its own library reads them, also after a resume."""
 
+import base64
 import json
 import math
 import os
@@ -14,8 +15,10 @@ from mimo_train.config.schema_log import LogConfig
 from mimo_train.logging.metrics_log import SINKS, build_metrics_log
 from mimo_train.logging.sinks.jsonl import read_metrics
 from mimo_train.logging.sinks.trackers import has_api_key
+from tests.unit.logging.report.made_up_runs import PNG
 from tests.unit.logging.wandb_reader import read_offline, records
 
+SAMPLE = {"images": [PNG], "clips": [], "question": "a | b\nc", "answer": "6", "truth": "7", "correct": False}
 EVERY_SINK = LogConfig(wandb=True, mlflow=True, comet=True)
 
 
@@ -41,6 +44,7 @@ def job(run_dir, steps, resumed_step=0):
         log.log(step, 32 * step, values)
         if step % 5 == 0:
             log.log(step, 32 * step, {"eval/loss": 1 / step, "eval/exact_match": math.nan})
+            log.samples(step, [SAMPLE, SAMPLE | {"images": []}])
     handles = {name: log.handle(name) for name in SINKS}
     log.close()
     return handles
@@ -114,6 +118,24 @@ def test_every_sink_has_the_numbers_of_metrics_jsonl_also_after_a_crash_and_a_re
             exact = {step: float(np.float32(value)) for step, value in points.items()}  # TensorBoard keeps 32 bits
             exact = exact if sink == "tensorboard" else points
             np.testing.assert_equal(read[key], exact, err_msg=f"{key} in {sink}")
+
+    # Predictions with their images.
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert [(image.step, image.encoded_image_string) for image in events.Images("samples/0")] == [
+        (step, base64.b64decode(PNG)) for step in (5, 10)
+    ]
+    (text,) = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val
+    assert text.decode().splitlines()[2] == "| 0 | a \\| b c | 6 | 7 | False |"
+    _, rows = read_offline(run_dir)
+    tables = [row["samples.path"] for row in rows if "samples.path" in row]
+    table, *_ = [json.loads(path.read_text()) for path in run_dir.glob(f"wandb/*/files/{tables[-1]}")]
+    assert table["data"][0][2:] == ["a | b\nc", "6", "7", "False"] and len(table["data"][0][1]) == 1
+    client, run_id = second["mlflow"]
+    assert [each.path for each in client.list_artifacts(run_id, "samples")] == [
+        f"samples/step_{step:08d}.json" for step in (5, 10)
+    ]
+    assert any("samples/0" in json.dumps(message) for message in comet_messages(run_dir))
 
     # One run in each tracker, not one per job.
     assert first["mlflow"].run_id == second["mlflow"].run_id
