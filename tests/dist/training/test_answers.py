@@ -1,92 +1,151 @@
 """Samples of two answers give the losses and gradients of two samples, at any padding and layout, and their media are
 encoded once."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.dist.layout_tables import MODELS, PACKED, WHOLE_ROWS, Row, alone, apart, same
 from tests.dist.pairs import write_pairs
-from tests.dist.parity import config_of, make_demos
+from tests.dist.parity import config_of
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, largest_difference
 from tests.dist.steps import Steps, whole
+from tests.dist.stretched import stretch_images
 
-STEPS = 3
-AXES = ("modules.language.llm.mrope_section=[2,1,1]",)
+STEPS = 2
 ANY_SIZE, TWO, MIXED = "vlm, images of any size", "two vision encoders", "images and sound"
-ON_ONE = {
-    "gpt": [(), PACKED],
-    ANY_SIZE: [AXES, (*AXES, *PACKED), (*AXES, WHOLE_ROWS)],
-    TWO: [()],
-    MIXED: [PACKED],
+AXES = ("modules.language.llm.mrope_section=[2,1,1]",)
+TOLERANT = ("data.max_bad_samples=1000",)
+FROZEN = ("modules.images.freeze=[encoder]",)
+CACHED = (*FROZEN, "modules.images.feature_cache.dir=CACHE")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of two answers at a layout, or on one process."""
+
+    changes: tuple[str, ...] = ()
+    row: Row | None = None
+    damaged: bool = False
+    resumed: bool = False
+    """The run is saved after its first step, and resumed."""
+
+
+EXPECTED = {
+    "gpt": (),
+    "experts": (WHOLE_ROWS,),
+    ANY_SIZE: AXES,
+    f"{ANY_SIZE}, frozen": FROZEN,
+    f"{ANY_SIZE}, damaged": TOLERANT,
+    TWO: (),
+    MIXED: (),
 }
-"""Model -> what else a run on one process sets; the first is compared with others of the model."""
+"""Model and variant -> what else the run sets that has every answer as a sample."""
+ON_ONE = {
+    "gpt": [Case(PACKED)],
+    "experts": [Case((WHOLE_ROWS,))],
+    ANY_SIZE: [Case(), Case(PACKED), Case((WHOLE_ROWS,), resumed=True)],
+    f"{ANY_SIZE}, frozen": [Case(CACHED), Case(CACHED)],
+    f"{ANY_SIZE}, damaged": [Case(PACKED)],
+    TWO: [Case()],
+    MIXED: [Case(PACKED)],
+}
 ON_TWO = {
-    "gpt": [alone("tp2"), alone("cp2", *PACKED), alone("pp2"), alone("dp2")],
+    "gpt": [Case((), alone("tp2")), Case(PACKED, alone("cp2")), Case((), alone("pp2"))],
+    "experts": [Case((WHOLE_ROWS,), alone("dp2 ep2"))],
     ANY_SIZE: [
-        apart("one", "one", *AXES, *PACKED),
-        same("dp2", "dp2", *AXES),
-        same("dp2", "cp2", *AXES),
-        same("dp2", "tp2", *AXES, *PACKED),
+        Case(PACKED, apart("one", "one")),
+        Case((), same("dp2", "dp2")),
+        Case((), same("dp2", "cp2")),
+        Case(PACKED, same("dp2", "tp2")),
     ],
+    f"{ANY_SIZE}, damaged": [Case((), apart("one", "one")), Case(PACKED, same("dp2", "dp2"))],
 }
 
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory) -> dict[str, dict[str, Path]]:
     """The demo of each model, as pairs and as twice as many samples."""
-    folder = tmp_path_factory.mktemp("demos")
-    made = make_demos(folder)
-    return {model: write_pairs(made[MODELS[model].demo], folder / f"{at} pairs") for at, model in enumerate(ON_ONE)}
+    from data.demo.make import make_demo
+
+    folder, written, sizes = tmp_path_factory.mktemp("demos"), {}, {"train_samples": 48, "held_out_samples": 4}
+    made = {
+        "digits": make_demo(folder / "digits", **sizes, shards=1),
+        "mixed": make_demo(folder / "mixed", "mixed", **sizes, shards=1),
+        "prose": make_demo(folder / "prose", "text"),
+    }
+    made["sizes"] = stretch_images(made["digits"], folder / "sizes")
+    for at, name in enumerate(EXPECTED):
+        shard = min((made[_model(name).demo] / "train").glob("*.tar"))
+        written[name] = write_pairs(shard, folder / f"{at}", damaged=name.endswith("damaged"))
+    return written
 
 
-def run(demos, folder: Path, model: str, form: str, row: Row | None = None, *changes: str):
-    """A config; global batches are of the same answers in both forms."""
-    demo = MODELS[model].demo
-    overrides = [
-        "data.shuffle=false",
-        f"train.global_batch_size={8 if form == 'pairs' else 16}",
-        "optim.warmup_iters=0",
-    ]
-    return config_of(model, {demo: demos[model][form]}, folder, row, *overrides, *changes)
+def _model(name: str):
+    return MODELS[name.removesuffix(", frozen").removesuffix(", damaged")]
 
 
-def trained(cfgs: dict[tuple, tuple[str, object]]) -> dict[tuple, tuple[list[tuple], int]]:
-    """Curve of each run on this rank, and the items that its encoders were given."""
+def config(demos, folder: Path, name: str, form: str, changes: tuple[str, ...], row: Row | None = None):
+    """A config; steps are of the same answers in both forms."""
+    model, answers = _model(name), 2 if form == "pairs" else 1
+    model_name = next(key for key, value in MODELS.items() if value is model)
+    size = [f"train.global_batch_size={16 // answers}", "data.shuffle=false", "optim.warmup_iters=0"]
+    size += ["train.micro_batch_size=8"] if form == "twice" else []
+    axes = AXES if model_name == ANY_SIZE else ()
+    changes = tuple(change.replace("CACHE", str(folder.parent / "cache")) for change in changes)
+    return config_of(model_name, {model.demo: demos[name][form]}, folder, row, *axes, *changes, *size)
+
+
+def trained(runs: dict[tuple, tuple[str, object, bool]]) -> dict[tuple, tuple[list[tuple], int]]:
+    """Curve of each run (form, config, whether to resume) on this rank, and the items that its encoders got."""
     from mimo_train.config.tasks import TASKS, TaskTraits
 
     found = {}
-    for key, (form, cfg) in cfgs.items():
-        # Cross entropy of all answers, which is the same for one sample with two and two samples.
+    for key, (form, cfg, resumed) in runs.items():
+        # Cross entropy of all answers is the same for one sample with two and two samples.
         TASKS["sft"] = TaskTraits(form="turns" if form == "twice" else form)
-        run = Steps(cfg)
-        curve, items = [], 0
-        for _ in range(STEPS):
+        run, curve, items = Steps(cfg), [], 0
+        for step in range(STEPS):
             curve += run.train(1)
             for batch in run.session.data.current.microbatches:
                 inputs = [value[name] for name, value in batch.get("modality_inputs", {}).items() if value]
-                items += sum(len(next(iter(each.values()))) for each in inputs)
+                items += sum(len(each.get("pixels", each.get("waveforms", each.get("items", ())))) for each in inputs)
+            if resumed and step == 0:
+                run.save()
+                run.session.close()
+                run = Steps(cfg)
         found[key] = curve, items
         run.session.close()
     return found
 
 
 def test_two_answers_of_a_sample_are_two_samples_at_any_layout(demos, tmp_path):
-    cfgs, on_two = {}, {}
-    for model, variants in ON_ONE.items():
-        for at, changes in enumerate(variants):
-            cfgs[model, at] = "pairs", run(demos, tmp_path / f"{len(cfgs)}", model, "pairs", None, *changes)
-        cfgs[model, "twice"] = "twice", run(demos, tmp_path / f"{len(cfgs)}", model, "twice", None, *variants[0])
-    for model, rows in ON_TWO.items():
-        for row in rows:
-            on_two[model, str(row)] = "pairs", run(demos, tmp_path / f"two {len(on_two)}", model, "pairs", row)
-    (one,) = run_ranks(trained, 1, cfgs)
-    for (model, at), (curve, items) in one.items():
-        expected, of_expected = one[model, "twice"]
-        assert max(largest_difference(whole([expected]), whole([curve]))) < TOLERANCE, (model, at)
-        assert 2 * items == of_expected or at == "twice"
-    ranks = run_ranks(trained, 2, on_two)
-    for model, row in on_two:
-        curve = whole([of_rank[model, row][0] for of_rank in ranks])
-        assert max(largest_difference(whole([one[model, "twice"][0]]), curve)) < TOLERANCE, (model, row)
+    runs, on_two = {}, {}
+    for name, changes in EXPECTED.items():
+        runs[name, "twice"] = "twice", config(demos, tmp_path / f"{len(runs)}", name, "twice", changes), False
+    for ranks, cases, of in ((1, ON_ONE, runs), (2, ON_TWO, on_two)):
+        for name, case in [(model, case) for model, of_model in cases.items() for case in of_model]:
+            changes = case.changes + (TOLERANT if name.endswith("damaged") else ())
+            folder = tmp_path / f"{ranks} {len(of)}"
+            of[name, f"{len(of)} {case}"] = (
+                "pairs",
+                config(demos, folder, name, "pairs", changes, case.row),
+                case.resumed,
+            )
+    (one,), two = run_ranks(trained, 1, runs), run_ranks(trained, 2, on_two)
+    cached = 0
+    for (name, case), (curve, items) in one.items():
+        expected, of_expected = one[name, "twice"]
+        assert max(largest_difference(whole([expected]), whole([curve]))) < TOLERANCE, (name, case)
+        if name.endswith("frozen") and case != "twice":
+            assert 2 * items == (0 if cached else of_expected), "the second run reads no image"
+            cached += 1
+        elif case != "twice":
+            assert 2 * items == of_expected
+    for name, case in on_two:
+        curve = whole([rank[name, case][0] for rank in two])
+        assert max(largest_difference(whole([one[name, "twice"][0]]), curve)) < TOLERANCE, (name, case)
+    healthy, damaged = (whole([one[name, "twice"][0]]) for name in (ANY_SIZE, f"{ANY_SIZE}, damaged"))
+    assert largest_difference(healthy, damaged)[0] > 100 * TOLERANCE
