@@ -12,6 +12,7 @@ from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_preference import PreferenceConfig
 from mimo_train.config.schema_run import LaunchConfig, PlacementConfig, RunConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
 from mimo_train.config.tasks import TASKS, TaskTraits
@@ -35,6 +36,8 @@ class ConfigContainer(Section):
     """Where the samples are and how they become sequences."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long, in which batches, and what happens between steps."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """The losses of tasks that compare answers."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer and its schedule."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -106,6 +109,7 @@ class ConfigContainer(Section):
         yield from self._nothing_to_train()
         yield from self.data.faults()
         yield from self.train.faults()
+        yield from self.preference.faults(self.train.task, self.traits)
         yield from self.optim.faults(self.train.precision)
         yield from self.checkpoint.faults()
         watched = (("checkpoint.keep_best", self.checkpoint.keep_best), ("train.stop_early", self.train.stop_early))

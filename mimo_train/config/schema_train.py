@@ -39,7 +39,8 @@ class TrainConfig(Section):
     """The training loop."""
 
     task: str = key("sft", choices=tuple(TASKS))
-    """What to learn. `sft`: the answers."""
+    """What to learn: `sft` (the answers), or from preferences `dpo`, `ipo`, `simpo`, `orpo` or `kto`. See
+    docs/preferences.md."""
     iters: int = key(1000, at_least=0)
     """Optimizer steps; 0: as many as `epochs` takes."""
     epochs: float = key(0.0, at_least=0, at_most=1e6, zero_means="iters counts")
@@ -114,6 +115,9 @@ class TrainConfig(Section):
                 yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")
         if self.forward_step and not (isinstance(self.forward_step, str) and re.fullmatch(ENTRY, self.forward_step)):
             text = f"must be package.module:name, got {self.forward_step!r}. A program passes its function to pretrain"
+            yield Fault("train.forward_step", text)
+        elif self.forward_step and self.task != "sft":
+            text = f"is {self.forward_step}, and train.task={self.task} has a loss of its own. Set one of them only"
             yield Fault("train.forward_step", text)
 
 

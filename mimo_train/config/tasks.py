@@ -11,6 +11,8 @@ class TaskTraits:
     """Records: `turns` (one answer), `pairs` (chosen and rejected answer) or `labels` (an answer with a label)."""
     needs_reference: bool = False
     """True if the loss takes log-probabilities of a reference model."""
+    keys: tuple[str, ...] = ()
+    """Keys of the section `preference` that the loss uses."""
     value_head: bool = False
     """True if the model ends in one number for each token, not in logits."""
 
@@ -20,4 +22,12 @@ class TaskTraits:
         return 1 if self.form == "turns" else 2
 
 
-TASKS = {"sft": TaskTraits()}
+TASKS = {
+    "sft": TaskTraits(),
+    "dpo": TaskTraits("pairs", needs_reference=True, keys=("beta", "label_smoothing", "sft_weight")),
+    "ipo": TaskTraits("pairs", needs_reference=True, keys=("beta", "sft_weight")),
+    "simpo": TaskTraits("pairs", keys=("beta", "gamma", "label_smoothing", "sft_weight")),
+    "orpo": TaskTraits("pairs", keys=("beta",)),
+    "kto": TaskTraits("labels", needs_reference=True, keys=("beta", "desirable_weight", "undesirable_weight")),
+}
+"""Tasks by the name of `train.task`."""

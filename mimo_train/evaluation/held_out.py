@@ -83,7 +83,7 @@ class HeldOut:
         self._predictions, self.interval = of.predictions, of.interval
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=of)
         apart = run.cfg.data.separate_documents and isinstance(self.dataset, TokenDataset)
-        self._padding = padding_of_documents(run.cfg) if apart else None
+        self.padding = padding_of_documents(run.cfg) if apart else None
         if features is not None:
             features.serve(self.dataset)
         self._report: BadSampleReport | None = None
@@ -113,7 +113,7 @@ class HeldOut:
             self.dataset,
             consumed=0,
             steps=self.steps,
-            padding=self._padding,
+            padding=self.padding,
             gives_up=ending.gives_up,
         )
         learned = self._run.cfg.train.logits == "learned" and not all_logits
@@ -128,8 +128,8 @@ class HeldOut:
         """Measure losses and exact match over the samples. Collective over all ranks.
 
         The logging rank writes samples.json and predictions.jsonl, or predictions_NAME.jsonl or test_predictions.jsonl.
-        Losses are those of `step_func`, reduced as in training; a custom step takes a second forward pass for exact
-        match.
+        Losses are those of `step_func`, reduced as in training; a custom step, or a task other than sft, takes a second
+        forward pass for exact match. Of pairs, the chosen answers are predicted.
 
         An answer matches exactly if greedy decoding gives the true answer to its last token. By induction that holds if
         and only if the most likely token after every true prefix is the true one. So one pass over the true sequence
@@ -147,20 +147,20 @@ class HeldOut:
 
         Returns:
             {"eval/loss": what training minimises (nats per answer token), "eval/exact_match": share of samples,
-                "eval/samples": their number}, and `eval/LOSS` for each loss that a custom step names. The prefix is
-                `eval/NAME/` for a named set, `test/` for the test set. NaN if no sample has a token with loss; empty on
-                ranks before the language model's last stage.
+                "eval/samples": their number}, and `eval/VALUE` for each value that a custom step or a task reports. The
+                prefix is `eval/NAME/` for a named set, `test/` for the test set. NaN if no sample has a token with
+                loss; empty on ranks before the language model's last stage.
         """
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
         bad = torch.zeros((), dtype=torch.int64, device=pipeline.device)
         losses = None
-        if step_func is not None and not (self._writes_text and is_default_step(step_func)):
+        if step_func is not None and not (self._writes_text and is_default_step(step_func, self._run.cfg)):
             losses = CallerLosses(step_func, pipeline, self._run.cfg)
         run, predictions = self._run, list[dict]()
         iterator = self._open(self._ending)
         try:
-            with _evaluating(pipeline.model):
+            with evaluating(pipeline.model):
                 for _ in range(self.steps):
                     if iterator.advance() is None:
                         raise EvaluationStopped(iterator.ended_by)
@@ -173,7 +173,8 @@ class HeldOut:
                         iterator.rewind()
                     if self._writes_text:
                         collected = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
-                        for microbatch in collected if pipeline.is_last_stage else ():
+                        for every_answer in collected if pipeline.is_last_stage else ():
+                            microbatch = _first_answers(every_answer, self.dataset.answers)
                             sums += _score(microbatch, self.samples)
                             predictions += predictions_of(microbatch, self.samples, self._tokenizer)
                     progress(min(self.samples - iterator.current.first_sample, iterator.current.size))
@@ -205,7 +206,7 @@ class HeldOut:
         """Return `give(model)`, or else the non-loss data of `step_func` over the first held-out step, in evaluation
         mode. Collective over all ranks."""
         pipeline = self._pipeline
-        with _evaluating(pipeline.model):
+        with evaluating(pipeline.model):
             if give is not None:
                 return give(pipeline.model)
             iterator = self(all_logits=True)
@@ -225,7 +226,8 @@ def open_held_out(
 ) -> tuple[HeldOut, ...]:
     """Open all held-out sets, the test set last; evaluations of the first write samples.json. Collective."""
     sets = held_out_sets(run.cfg)
-    text = not sets or writes_text(pipeline)
+    # An answer with a label may be an undesirable one: it is not predicted.
+    text = not sets or (writes_text(pipeline) and run.cfg.traits.form != "labels")
     return tuple(
         HeldOut(run, pipeline, tokenizer, features, of, shows=of is sets[0], ending=ending, writes_text=text)
         for of in sets
@@ -233,7 +235,7 @@ def open_held_out(
 
 
 @contextlib.contextmanager
-def _evaluating(model: list) -> Iterator[None]:
+def evaluating(model: list) -> Iterator[None]:
     """Set chunks to evaluation mode, without gradients, and restore the random state at the end. So a run that resumes
     from the checkpoint before the evaluation draws the same numbers."""
     before = devices.get_rng_state()
@@ -246,6 +248,15 @@ def _evaluating(model: list) -> Iterator[None]:
         for chunk in model:
             chunk.train()
         devices.set_rng_state(before)
+
+
+def _first_answers(microbatch: dict[str, Any], answers: int) -> dict[str, Any]:
+    """Return a microbatch with the rows of each sample's first answer, the chosen one of a pair, out of `answers`."""
+    rows = answers * len(microbatch["sample_numbers"])
+    return {
+        key: value[::answers] if isinstance(value, torch.Tensor | list) and len(value) == rows else value
+        for key, value in microbatch.items()
+    }
 
 
 def _score(microbatch: dict[str, Any], samples: int) -> torch.Tensor:
@@ -263,9 +274,10 @@ TOTAL = "loss"
 """Name of the loss that training minimises; a loss of the caller with this name replaces it."""
 
 
-def is_default_step(step_func: ForwardStepCallable) -> bool:
+def is_default_step(step_func: ForwardStepCallable, cfg: ConfigContainer) -> bool:
     """True if the loss of `step_func`, as the schedule calls it, is the cross entropy of the learned tokens."""
-    return getattr(step_func, "func", step_func) in (forward_step.gpt_forward_step, forward_step.mimo_forward_step)
+    steps = forward_step.gpt_forward_step, forward_step.mimo_forward_step
+    return cfg.train.task == "sft" and getattr(step_func, "func", step_func) in steps
 
 
 def writes_text(pipeline: Pipeline) -> bool:

@@ -111,6 +111,7 @@ PHASES = (
     "optimizer build",
     "index",
     "load",
+    "reference",
     "loop",
     CALLER,
     "step",

@@ -20,7 +20,8 @@ from mimo_train.logging.rank_log import to_nowhere
 
 _SECONDS_BETWEEN_LINES = 1.0
 _LEARNING_RATE, _OF_SOURCE, _TIMERS = "learning_rate/", "loss/", "timers/"
-_OF_PARTS = (_OF_SOURCE, "moe/")
+_OF_PARTS = (_OF_SOURCE, "moe/", "logps/")
+_MAIN_LOSSES = ("lm loss", "loss")
 """Prefixes of the losses of single sources and layers."""
 
 
@@ -139,8 +140,9 @@ def is_terminal(stream: TextIO) -> bool:
 def step_parts(values: dict[str, float], losses: Iterable[str] = ()) -> dict[str, str]:
     """Return the values of a step as text by short name, in line order. Of `losses`, sources and layers are skipped."""
     parts = {}
-    named = [f"lm loss {values['lm loss']:.4f}"] if "lm loss" in values else []
-    named += [f"{name} {values[name]:.5g}" for name in losses if name != "lm loss" and not name.startswith(_OF_PARTS)]
+    main = [name for name in _MAIN_LOSSES if name in values]
+    named = [f"{name} {values[name]:.4f}" for name in main]
+    named += [f"{name} {values[name]:.5g}" for name in losses if name not in main and not name.startswith(_OF_PARTS)]
     if named:
         parts["loss"] = "  ".join(named)
     of_sources = [

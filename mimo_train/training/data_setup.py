@@ -120,8 +120,8 @@ ROUND = 20.0
 """Seconds of counting between two messages to the ranks that wait, so that no message times out."""
 
 
-class CountingStopped(UserError):
-    """A rank was asked to end the run while texts were counted; raised on all ranks."""
+class PreparationStopped(UserError):
+    """A rank was asked to end the run before its first step; raised on all ranks."""
 
 
 def count_texts(run: Run, dataset: ShardDataset, should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -133,7 +133,7 @@ def count_texts(run: Run, dataset: ShardDataset, should_stop: Callable[[], bool]
 
     Raises:
         UserError, DataError: as `TextLengths.build` does, on every rank.
-        CountingStopped: a rank was asked to end the run.
+        PreparationStopped: a rank was asked to end the run.
     """
     rank = dist.get_rank()
     for builds in (rank == 0, is_first_of_node(run.layout, rank)):
@@ -145,7 +145,7 @@ def count_texts(run: Run, dataset: ShardDataset, should_stop: Callable[[], bool]
                     local += [work is not None and work.count(ROUND, should_stop), should_stop()]
                 unfinished = any(unfinished for unfinished, _ in everyones)
                 if unfinished and any(stops for _, stops in everyones):
-                    raise CountingStopped(
+                    raise PreparationStopped(
                         "the run was asked to end while the tokens of its texts were counted. Nothing is trained yet; "
                         "start it again, and the shards that were counted are not counted again"
                     )

@@ -177,7 +177,8 @@ class Evaluator(Callback):
                     f"evaluation{name and f' of {name}'}: no held-out sample has a token with loss. Answers are empty, "
                     "cut by data.sequence_length, or the samples are bad"
                 )
-        if not self._told_no_text and f"{sets[0].prefix}exact_match" not in values:
+        is_predicted = f"{sets[0].prefix}exact_match" in values or state.cfg.traits.form == "labels"
+        if not self._told_no_text and not is_predicted:
             self._told_no_text = True
             state.console.message(
                 "exact match is skipped: the model ends in a head of its own, and no logits of the vocabulary"

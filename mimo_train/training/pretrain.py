@@ -28,7 +28,7 @@ from mimo_train.logging.rank_log import show
 from mimo_train.models.heads import ModelHook
 from mimo_train.parallel import device
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
-from mimo_train.training.data_setup import CountingStopped
+from mimo_train.training.data_setup import PreparationStopped
 from mimo_train.training.loop import train
 from mimo_train.training.setup import Session, setup
 from mimo_train.training.shutdown import ExitVotes
@@ -46,7 +46,11 @@ def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
 
 
 def require_one_forward_step(cfg: ConfigContainer) -> None:
-    """Raise ConfigError if the config names a forward step, because the caller passes one."""
+    """Raise ConfigError if the config names a forward step or another task than sft, because the caller passes a
+    forward step."""
+    if cfg.train.task != "sft":
+        text = f"is {cfg.train.task}, and this program passes a forward step with its own loss. Set train.task=sft"
+        raise ConfigError([Fault("train.task", text)])
     if cfg.train.forward_step:
         text = f"is {cfg.train.forward_step}, and this program passes a forward step too. Set train.forward_step=''"
         raise ConfigError([Fault(FORWARD_STEP, text)])
@@ -113,7 +117,7 @@ def one_life(
     try:
         session = setup(run, votes, start_time=time.time(), store=store, pre_wrap_hook=pre_wrap_hook)
         return train(session, forward_step_func, callbacks)
-    except CountingStopped as stopped:
+    except PreparationStopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             show(str(stopped))
         return stopped_code()

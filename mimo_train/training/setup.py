@@ -54,6 +54,7 @@ from mimo_train.parallel.run_identity import (
     require_one_folder,
 )
 from mimo_train.training.data_setup import DataEnd, count_texts, data_end, make_demo_shards, with_steps
+from mimo_train.training.reference import References
 from mimo_train.training.shutdown import ExitVotes
 from mimo_train.training.step.bad_samples import BadSampleReport, StepCounts
 from mimo_train.training.step.batches import StepIterator, open_loader
@@ -207,6 +208,9 @@ def _build(
         stops = data_end(run, dataset, train_state)
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
+    references = References(run, pipeline, train_state, votes.of_evaluations)
+    references.serve(dataset, padding, "the training samples")
+    RECORDER.to("loop")
     loader = open_loader(
         run,
         groups,
@@ -226,6 +230,8 @@ def _build(
     held_out_sets = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations)
     for held_out in held_out_sets:
         opened.callback(held_out.dataset.close)
+        references.serve(held_out.dataset, held_out.padding, f"{held_out.prefix.rstrip('/')} samples")
+    RECORDER.to("loop")
 
     # Log, opened last: a failure before it keeps the files of an earlier start
     state = _open_log(run, configured, train_state, start_time, resumed_from, checkpointer, stops)

@@ -6,7 +6,7 @@ def prompts_and_answers(run, most: int) -> dict[int, tuple[list[int], list[int],
     language model of one stage."""
     import torch
 
-    from mimo_train.evaluation.held_out import _evaluating
+    from mimo_train.evaluation.held_out import evaluating
     from mimo_train.evaluation.predictions import PredictStep
 
     iterator, tokenizer = run.session.held_out(all_logits=True), run.session.parts.tokenizer
@@ -21,7 +21,7 @@ def prompts_and_answers(run, most: int) -> dict[int, tuple[list[int], list[int],
             begin = int(learned[0]) + 1
             found[number] = ids[:begin].tolist(), [], labels[learned].tolist()
             ids[begin:] = tokenizer.pad_id
-    with _evaluating(run.model), torch.no_grad():
+    with evaluating(run.model), torch.no_grad():
         for _ in range(most):
             iterator.rewind()
             passed = run.pipeline.run(

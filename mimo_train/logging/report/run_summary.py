@@ -21,17 +21,27 @@ def run_charts(data: dict[str, Column], layout: RunLayout) -> list[Chart]:
     if "consumed_samples" not in data:
         return []
     last_step = data["consumed_samples"].steps[-1]
-    losses = _raw_and_smooth(data, "lm loss", "training, ", _LOSS_COLOR)
+    is_sft = "lm loss" in data
+    losses = _raw_and_smooth(data, "lm loss" if is_sft else "loss", "training, ", _LOSS_COLOR)
     losses += _held_out_series(data, "loss", "held-out", _HELD_OUT_COLOR)
     sources = [(key.removeprefix("loss/"), column) for key, column in data.items() if key.startswith("loss/")]
     by_source = [
         Series(name, column.steps, smooth(column.values, len(column.values) / 50), "line", number % COLORS)
         for number, (name, column) in enumerate(sources)
     ]
+    accuracies = _raw_and_smooth(data, "rewards/accuracies", "training, ", _MATCH_COLOR)
+    accuracies += _held_out_series(data, "rewards/accuracies", "held-out", _HELD_OUT_COLOR)
     norms = _raw_and_smooth(data, "grad_norm", "", _NORM_COLOR)
     speeds = _raw_and_smooth(data, "tokens_per_second", "", _SPEED_COLOR)
     charts = [
-        chart("Loss", "cross-entropy, nats per token", losses, last_step=last_step),
+        chart("Loss", "cross-entropy, nats per token" if is_sft else "of the task", losses, last_step=last_step),
+        chart(
+            "Reward accuracy",
+            "pairs whose chosen answer has the higher reward",
+            accuracies,
+            last_step=last_step,
+            y_range=(0, 1),
+        ),
         chart("Loss by source", "smoothed", by_source, last_step=last_step),
         chart(
             "Held-out exact match",
@@ -61,7 +71,13 @@ def _raw_and_smooth(data: dict[str, Column], key: str, prefix: str, color: int) 
 
 def _held_out_series(data: dict[str, Column], name: str, label: str, color: int) -> list[Series]:
     return [
-        Series(set_of(key) or label, data[key].steps, data[key].values, "dots", (color + number) % COLORS)
+        Series(
+            key[len("eval/") : -len(name)].rstrip("/") or label,
+            data[key].steps,
+            data[key].values,
+            "dots",
+            (color + number) % COLORS,
+        )
         for number, key in enumerate(held_out_keys(data, name))
     ]
 

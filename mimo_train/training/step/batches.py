@@ -281,8 +281,8 @@ class StepIterator:
         return flags[:samples]
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
-        """Return the learned positions of each sample, and the tokens of all rows, [global_batch_size + 1]; one rank
-        per replica counts."""
+        """Return the learned positions of each sample, or 1 if it has several answers, whose loss is one; then the
+        tokens of all rows, [global_batch_size + 1]. One rank per replica counts."""
         pipeline, language = self._pipeline, self._pipeline.groups.collections.get(LANGUAGE)
         counts = torch.zeros(pipeline.batch.global_batch_size + 1, dtype=torch.float64)
         reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
@@ -296,6 +296,8 @@ class StepIterator:
                     counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
                 else:
                     counts[places] = microbatch["loss_mask"].double().view(len(places), -1).sum(dim=1)
+            if step.plan.answers > 1:
+                counts[:-1].clamp_(max=1)
         return to_device(counts, pipeline.device)
 
     def answered(self) -> torch.Tensor:

@@ -73,6 +73,8 @@ class TrainState(FixedKeys):
     """Model FLOPs of all modules."""
     scores: dict[str, list[list[float]]] = field(default_factory=dict)
     """[step, value] of each evaluation, of the metrics that `checkpoint.keep_best` and `train.stop_early` watch."""
+    start_weights: int = 0
+    """Fingerprint of the weights that the run started from, if its task compares with them."""
 
     def count(self, samples: int, tokens: int, result: StepResult, passed_over: bool = False) -> None:
         """Count a step of `samples` samples and `tokens` tokens; `passed_over` if `train.skip_iters` has it."""

@@ -15,6 +15,9 @@ from mimo_train.config.schema import ConfigContainer
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """(sum of losses, number of units as int, {name: [sum, count]}); see `training.step.losses`."""
 
+LOSS = "loss"
+"""Name of the loss in the report of a task other than sft."""
+
 OF_SOURCE = "loss/"
 """Prefix of the losses of a mixture's sources in a report."""
 
