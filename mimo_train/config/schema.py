@@ -10,6 +10,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
 from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_data import DataConfig
+from mimo_train.config.schema_distill import DISTILL, DistillConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_preference import PreferenceConfig
@@ -38,6 +39,8 @@ class ConfigContainer(Section):
     """How long, in which batches, and what happens between steps."""
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     """The losses of tasks that compare answers."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """The teacher of `train.task=distill`."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer and its schedule."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -110,6 +113,9 @@ class ConfigContainer(Section):
         yield from self.data.faults()
         yield from self.train.faults()
         yield from self.preference.faults(self.train.task, self.traits)
+        yield from self.distill.faults(self.train.task)
+        if self.train.task == DISTILL and self.train.logits != "learned":
+            yield Fault("train.logits", f"must be learned with train.task=distill, is {self.train.logits}")
         yield from self.optim.faults(self.train.precision)
         yield from self.checkpoint.faults()
         watched = (("checkpoint.keep_best", self.checkpoint.keep_best), ("train.stop_early", self.train.stop_early))

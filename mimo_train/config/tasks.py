@@ -15,6 +15,8 @@ class TaskTraits:
     """Keys of the section `preference` that the loss uses."""
     value_head: bool = False
     """True if the model ends in one number for each token, not in logits."""
+    has_teacher: bool = False
+    """True if a frozen model next to the run's modules gives part of the loss (`distill`)."""
 
     @property
     def answers(self) -> int:
@@ -24,6 +26,7 @@ class TaskTraits:
 
 TASKS = {
     "sft": TaskTraits(),
+    "distill": TaskTraits(has_teacher=True),
     "dpo": TaskTraits("pairs", needs_reference=True, keys=("beta", "label_smoothing", "sft_weight")),
     "ipo": TaskTraits("pairs", needs_reference=True, keys=("beta", "sft_weight")),
     "simpo": TaskTraits("pairs", keys=("beta", "gamma", "label_smoothing", "sft_weight")),

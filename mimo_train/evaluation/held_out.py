@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 
 from data.indexed.dataset import TokenDataset
 from data.samples.bad_samples import require_budget
+from data.samples.protocol import Samples
 from data.text.tokens import Tokenizer
 from data.workers import GivesUp, never
 from mimo_train.config.errors import UserError
@@ -66,6 +67,7 @@ class HeldOut:
         shows: bool = True,
         ending: Ending | None = None,
         writes_text: bool = True,
+        taught_set: Callable[[Samples, HeldOutSet], Any] | None = None,
     ):
         """Open the set `of`, by default the run's first.
 
@@ -75,6 +77,7 @@ class HeldOut:
             ending: ends an evaluation early; default: nothing does.
             writes_text: the model ends in logits of the vocabulary. Otherwise there is no exact match, no
                 predictions.jsonl and no samples.json.
+            taught_set: opens these samples for the teacher (`training.teacher.steps.TaughtSet`); None without one.
         """
         of = of or held_out_sets(run.cfg)[0]
         self._run, self._pipeline, self._tokenizer, self._ending = run, pipeline, tokenizer, ending or Ending()
@@ -84,6 +87,7 @@ class HeldOut:
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=of)
         apart = run.cfg.data.separate_documents and isinstance(self.dataset, TokenDataset)
         self.padding = padding_of_documents(run.cfg) if apart else None
+        self._taught = None if taught_set is None else taught_set(self.dataset, of)
         if features is not None:
             features.serve(self.dataset)
         self._report: BadSampleReport | None = None
@@ -107,17 +111,14 @@ class HeldOut:
         )
 
     def _open(self, ending: Ending, *, all_logits: bool = False) -> StepIterator:
-        loader = open_loader(
-            self._run,
-            self._pipeline.groups,
-            self.dataset,
-            consumed=0,
-            steps=self.steps,
-            padding=self.padding,
-            gives_up=ending.gives_up,
-        )
+        reading: dict[str, Any] = {"consumed": 0, "steps": self.steps, "gives_up": ending.gives_up}
+        loader = open_loader(self._run, self._pipeline.groups, self.dataset, padding=self.padding, **reading)
+        options: dict[str, Any] = {"votes": ending.votes, "samples": self.samples}
+        if self._taught is not None and not all_logits:
+            taught: StepIterator = self._taught.steps(loader, reading, **options)
+            return taught
         learned = self._run.cfg.train.logits == "learned" and not all_logits
-        return StepIterator(loader, self._pipeline, learned_logits=learned, votes=ending.votes, samples=self.samples)
+        return StepIterator(loader, self._pipeline, learned_logits=learned, **options)
 
     def evaluate(
         self,
@@ -223,15 +224,14 @@ def open_held_out(
     tokenizer: Tokenizer,
     features: Features | None = None,
     ending: Ending | None = None,
+    taught_set: Callable[[Samples, HeldOutSet], Any] | None = None,
 ) -> tuple[HeldOut, ...]:
     """Open all held-out sets, the test set last; evaluations of the first write samples.json. Collective."""
     sets = held_out_sets(run.cfg)
     # An answer with a label may be an undesirable one: it is not predicted.
     text = not sets or (writes_text(pipeline) and run.cfg.traits.form != "labels")
-    return tuple(
-        HeldOut(run, pipeline, tokenizer, features, of, shows=of is sets[0], ending=ending, writes_text=text)
-        for of in sets
-    )
+    options: dict[str, Any] = {"ending": ending, "writes_text": text, "taught_set": taught_set}
+    return tuple(HeldOut(run, pipeline, tokenizer, features, of, shows=of is sets[0], **options) for of in sets)
 
 
 @contextlib.contextmanager

@@ -36,9 +36,11 @@ _logger = logging.getLogger(__name__)
 
 
 class PredictStep:
-    """Forward step whose loss function returns `_predictions`; run with forward_only and collect_non_loss_data."""
+    """Forward step whose loss function returns `collect(microbatch, groups of the language model, output)`, by default
+    `_predictions`; run with forward_only and collect_non_loss_data."""
 
-    def __init__(self, pipeline: Pipeline):
+    def __init__(self, pipeline: Pipeline, collect: Callable[..., Any] | None = None):
+        self._collect = collect or _predictions
         self._groups = pipeline.groups.collections
         self._is_last_stage, self._is_alone = pipeline.is_last_stage, not pipeline.layout.edges
 
@@ -59,7 +61,7 @@ class PredictStep:
         else:
             inputs.setdefault("input_ids", None)
             output, _ = model(**inputs, labels=None, loss_mask=None)
-        return output, partial(_predictions, batch, self._groups[LANGUAGE]) if self._is_last_stage else None
+        return output, partial(self._collect, batch, self._groups[LANGUAGE]) if self._is_last_stage else None
 
 
 def _predictions(

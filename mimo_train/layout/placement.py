@@ -5,13 +5,15 @@ ranks may share these with each other, stage by stage.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from data.text_format import plural
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_distill import DISTILL
 from mimo_train.config.schema_modules import LayoutConfig
 
 
@@ -27,7 +29,7 @@ class Placement:
 def place(cfg: ConfigContainer) -> Placement:
     """Return the placement of the modules of a valid config."""
     spans = _spans(cfg)
-    processes = sorted({process for span in spans.values() for process in span})
+    processes = sorted({process for span in (spans | teacher_spans(cfg)).values() for process in span})
     rank_of = {process: rank for rank, process in enumerate(processes)}
     return Placement({name: rank_of[span[0]] for name, span in spans.items()}, tuple(processes))
 
@@ -39,9 +41,10 @@ def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if faults:
         return
     spans = _spans(cfg)
-    faults = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans)]
+    faults = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans | teacher_spans(cfg))]
     yield from faults
     if not faults:
+        yield from _teacher_faults(cfg, spans)
         yield from node_faults(cfg, cfg.placement.ranks_per_node)
         yield from _dropout_faults(cfg, spans)
 
@@ -91,6 +94,34 @@ def _spans(cfg: ConfigContainer) -> dict[str, range]:
     if not firsts:
         firsts = _one_after_the_other(cfg, _order(cfg))
     return {name: range(firsts[name], firsts[name] + _size(module.layout)) for name, module in cfg.modules.items()}
+
+
+def teacher_layout(cfg: ConfigContainer) -> LayoutConfig:
+    """Return the layout of a teacher's language model: the student's unless `distill.layout` has it."""
+    student = cfg.language.layout
+    return cfg.distill.layout.get(LANGUAGE) or replace(student, vpp=1, ep=1, etp=1)
+
+
+def teacher_spans(cfg: ConfigContainer) -> dict[str, range]:
+    """Return the processes of a teacher's modules, as far as the config names them: the others are on the first stage
+    of its language model. Empty without a teacher."""
+    if cfg.train.task != DISTILL:
+        return {}
+    layouts = {**cfg.distill.layout, LANGUAGE: teacher_layout(cfg)}
+    firsts = cfg.distill.first_rank
+    language = firsts.get(LANGUAGE, _spans(cfg)[LANGUAGE][0])
+    spans = {name: (firsts.get(name, language), _size(layout)) for name, layout in layouts.items()}
+    return {f"{name} of the teacher": range(first, first + size) for name, (first, size) in spans.items()}
+
+
+def _teacher_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
+    apart = {rank for span in teacher_spans(cfg).values() for rank in span} - {*chain.from_iterable(spans.values())}
+    if apart and "grad_norms" in cfg.log.metrics:
+        text = f"grad_norms requires a module on every rank, and rank {min(apart)} has the teacher alone. Remove it"
+        yield Fault("log.metrics", text)
+    if cfg.train.task == DISTILL and getattr(cfg.llm, "is_balanced", False):
+        text = "has output_router_logits, a loss that train.task=distill does not have. Set it to false in config.json"
+        yield Fault(f"modules.{LANGUAGE}.llm.model_config", text)
 
 
 def _one_after_the_other(cfg: ConfigContainer, order: tuple[str, ...]) -> dict[str, int]:

@@ -69,12 +69,14 @@ def build_model(
 
     Returns:
         The model chunks of this rank: one `MimoModel` (attributes `language_model` and `modality_submodules`), or
-        wrapped GPT models.
+        wrapped GPT models; none on a rank without a module.
 
     Raises:
         UserError: fp8 or compiled layers are not possible with these layers.
     """
     require_fp8(cfg, te)
+    if not groups.collections:
+        return []
     language_specs = _language_specs(cfg, layout, groups, vocab_size, te, (LANGUAGE, "llm") not in undrawn)
     with warnings.catch_warnings(), drawn_in_parts():
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")

@@ -23,6 +23,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
 from mimo_train.models.attention_mask import mask_of_blocks
+from mimo_train.models.divergence import Lesson
 from mimo_train.models.documents import Documents
 from mimo_train.models.rotary import AxisRotaryEmbedding, inverse_frequencies
 from mimo_train.parallel.context import own_part
@@ -41,6 +42,8 @@ class LanguageModel(Protocol):
     max_sequence_length: int
     learned_N: torch.Tensor | None
     """Positions that get logits in the next pass only, see `choose_logits`."""
+    lesson: Lesson | None
+    """The teacher's part of the losses of the next pass, see `choose_logits`."""
     padding_BS: torch.Tensor | None
     """True for padding in the next pass, which losses of routers do not count; see `leave_out`."""
     trained_logits: int
@@ -63,6 +66,7 @@ class SeededGPTModel(GPTModel):
         self.deepstack_LSBH: torch.Tensor | None = None
         """Features that the first layers add to their outputs; for the next pass only."""
         self.learned_N: torch.Tensor | None = None
+        self.lesson: Lesson | None = None
         self.padding_BS: torch.Tensor | None = None
         self.trained_logits = 0
         llm: LlmSpec = config.llm
@@ -103,6 +107,7 @@ class SeededGPTModel(GPTModel):
         """
         added, self.deepstack_LSBH = self.deepstack_LSBH, None
         learned, self.learned_N = self.learned_N, None
+        lesson, self.lesson = self.lesson, None
         padding, self.padding_BS = self.padding_BS, None
         if padding is not None and self.config.num_moe_experts:
             kwargs["padding_mask"] = self._own_tokens(padding)
@@ -111,7 +116,7 @@ class SeededGPTModel(GPTModel):
         kwargs["packed_seq_params"] = packed_seq_params
         # Other heads have other outputs.
         if learned is not None and self.post_process and isinstance(self.output_layer, ColumnParallelLinear):
-            kwargs["output_processor"] = partial(_of_some, learned, self.pg_collection.tp)
+            kwargs["output_processor"] = partial(_of_some, learned, lesson, self.pg_collection.tp)
         if added is not None:
             # An argument of the layers: they run again in the backward pass, after other microbatches.
             kwargs["extra_block_kwargs"] = {"context": added}
@@ -241,7 +246,7 @@ def leave_out(model: MegatronModule, padding_BS: torch.Tensor) -> None:
         language.padding_BS = padding_BS
 
 
-def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:
+def choose_logits(model: MegatronModule, learned_N: torch.Tensor, lesson: Lesson | None = None) -> None:
     """Choose the positions that get logits in a language model's next pass.
 
     Other losses are 0. Without labels the model returns [1, N, V] instead of [B, S, V].
@@ -249,14 +254,16 @@ def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:
     Args:
         model: its last stage; no effect unless it is a `LanguageModel`.
         learned_N: at least one offset in [B * S] of this rank's part of the text, ascending, without duplicates.
+        lesson: a teacher's part: with labels the model then returns both losses of a token, [2, B, S].
     """
     language = unwrap_model(model)
     if isinstance(language, LanguageModel):
-        language.learned_N = learned_N
+        language.learned_N, language.lesson = learned_N, lesson
 
 
 def _of_some(
     learned_N: torch.Tensor,
+    lesson: Lesson | None,
     tp_group: torch.distributed.ProcessGroup,
     *,
     hidden_states: torch.Tensor,
@@ -269,7 +276,8 @@ def _of_some(
     **_others: Any,
 ) -> torch.Tensor:
     """Megatron-Core's `output_processor`: return losses [B, S] of `labels` [B, S], or logits [1, N, V] without them.
-    `hidden_states` are [S, B, H]; under sequence parallelism each tensor-parallel rank has a part."""
+    With a lesson losses are [2, B, S]. `hidden_states` are [S, B, H]; under sequence parallelism each tensor-parallel
+    rank has a part."""
     gathers = output_layer.sequence_parallel
     if gathers:
         # Not in the layer: the number of chosen positions in a rank's part differs between ranks.
@@ -278,19 +286,27 @@ def _of_some(
         )
     length, batch = hidden_states.shape[:2]
     rows_NH = hidden_states.flatten(0, 1).index_select(0, learned_N % length * batch + learned_N // length)
-    output_layer.sequence_parallel = False
-    try:
-        logits_NBV, _ = output_layer(
-            rows_NH.unsqueeze(1), weight=output_weight, runtime_gather_output=runtime_gather_output
-        )
-    finally:
-        output_layer.sequence_parallel = gathers
-    logits_NBV = scale_logits(logits_NBV)
+
+    def logits_of(hidden_NH: torch.Tensor) -> torch.Tensor:
+        output_layer.sequence_parallel = False
+        try:
+            logits_N1V, _ = output_layer(
+                hidden_NH.unsqueeze(1), weight=output_weight, runtime_gather_output=runtime_gather_output
+            )
+        finally:
+            output_layer.sequence_parallel = gathers
+        return scale_logits(logits_N1V).squeeze(1)
+
+    def losses_of(labels_N: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
+        return compute_language_model_loss(labels_N.unsqueeze(0), logits_NV.unsqueeze(1)).squeeze(0)
+
     if labels is None:
-        return logits_NBV.transpose(0, 1)
-    labels_BN = labels.reshape(-1).index_select(0, learned_N).unsqueeze(0)
-    losses_N = compute_language_model_loss(labels_BN, logits_NBV).squeeze(0)
-    return spread(losses_N, learned_N, (batch, length))
+        return logits_of(rows_NH).unsqueeze(0)
+    labels_N = labels.reshape(-1).index_select(0, learned_N)
+    if lesson is None:
+        return spread(losses_of(labels_N, logits_of(rows_NH)), learned_N, (batch, length))
+    losses_LN = lesson.losses(rows_NH, logits_of, labels_N, losses_of)
+    return torch.stack([spread(losses_N, learned_N, (batch, length)) for losses_N in losses_LN])
 
 
 def spread(values_N: torch.Tensor, places_N: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

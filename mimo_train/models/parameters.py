@@ -103,6 +103,8 @@ _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 
 def modules_of(chunks: list[MegatronModule]) -> dict[str, list[MegatronModule]]:
     """Return the chunks of every module on this rank: those of a `MimoModel`, or of the plain GPT as `language`."""
+    if not chunks:
+        return {}
     if not isinstance(chunks[0], MimoModel):
         return {LANGUAGE: list(chunks)}
     (model,) = chunks

@@ -29,6 +29,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.transformers_llm import TransformersSizes, alone, class_of, transformers_config
 from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
 from mimo_train.layout.adapters import AdaptedLinear
+from mimo_train.models.divergence import Lesson
 from mimo_train.models.language_model import spread
 from mimo_train.models.lora import Adaptable, start_magnitudes
 from mimo_train.models.parameters import seed_for
@@ -78,6 +79,7 @@ class TransformersLanguageModel(MegatronModule):
         self.tp_group = pg_collection.tp
         self.model_type = ModelType.encoder_or_decoder
         self.learned_N: torch.Tensor | None = None
+        self.lesson: Lesson | None = None
         self.padding_BS: torch.Tensor | None = None
         self.deepstack_LSBH: torch.Tensor | None = None
         self.trained_logits = 0
@@ -127,6 +129,7 @@ class TransformersLanguageModel(MegatronModule):
             UserError: the class is not causal, or mixes the documents of a packed row.
         """
         learned, self.learned_N = self.learned_N, None
+        lesson, self.lesson = self.lesson, None
         padding, self.padding_BS = self.padding_BS, None
         packed, (batch, length) = packed_seq_params is not None, position_ids.shape[-2:]
         self._probe.require_independence(packed, length if inference_context is None else 1)
@@ -150,15 +153,21 @@ class TransformersLanguageModel(MegatronModule):
         if labels is None:
             return logits_NV[None] if learned is not None else logits_NV.view(batch, length, -1)
         labels_N = labels.reshape(-1) if learned is None else labels.reshape(-1).index_select(0, learned)
-        if self.config.cpu_kernels and supports_cross_entropy(logits_NV, self.tp_group):
-            losses_N = cross_entropy(logits_NV, labels_N)
-        else:
-            losses_N = F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+        if lesson is not None:
+            assert learned is not None, "a lesson is of the learned tokens"
+            losses_LN = lesson.losses(logits_NV, torch.nn.Identity(), labels_N, self._cross_entropy)
+            return torch.stack([spread(losses_N, learned, (batch, length)) for losses_N in losses_LN])
+        losses_N = self._cross_entropy(labels_N, logits_NV)
         balance = getattr(output, "aux_loss", None)
         if isinstance(balance, torch.Tensor):
             # It counts for each token with a loss, and is no part of the reported one.
             losses_N = losses_N + self._balance_weight() * (balance - balance.detach())
         return losses_N.view(batch, length) if learned is None else spread(losses_N, learned, (batch, length))
+
+    def _cross_entropy(self, labels_N: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
+        if self.config.cpu_kernels and supports_cross_entropy(logits_NV, self.tp_group):
+            return cross_entropy(logits_NV, labels_N)
+        return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
 
     def mask_of(self, blocks_BS: torch.Tensor, documents: Sequence[int] | None) -> torch.Tensor:
         """Return 1 for tokens of images, else 0, [B, S]: the class masks them itself."""

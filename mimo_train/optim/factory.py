@@ -23,6 +23,7 @@ from mimo_train.models.parameters import modules_of
 from mimo_train.optim import adam
 from mimo_train.optim.module_optimizer import RELEASE, ModuleOptimizer
 from mimo_train.optim.schedules import is_frozen, module_optim
+from mimo_train.parallel import device
 from mimo_train.parallel.groups import RunGroups
 
 
@@ -68,7 +69,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         grad_scaler=_grad_scaler(cfg),
         chunks=[chunk for chunks in local_modules.values() for chunk in chunks],
         releases=releases,
-        device=next(model[0].parameters()).device,
+        device=device.current(),
     )
 
 

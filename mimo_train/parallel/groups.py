@@ -169,7 +169,8 @@ def build_groups(layout: RunLayout, timeout_minutes: float = RunConfig.timeout_m
             embedding = _embedding_groups(grid, groups) if name == LANGUAGE else 2 * (grid.get_pg("cp"),)
             collections[name] = _collect(grid, *embedding)
     bridges = dict(_bridges(layout, groups))
-    _bridge_parallel_state(collections.get(LANGUAGE) or next(iter(collections.values())))
+    if collections:  # no module of a student is on ranks of its teacher alone
+        _bridge_parallel_state(collections.get(LANGUAGE) or next(iter(collections.values())))
     return RunGroups(grids, collections, bridges, tuple(groups.made))
 
 

@@ -4,6 +4,7 @@ import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,8 @@ from mimo_train.training.step.feature_cache import Features
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.pipeline import Parts, build_parts, start_processes
 from mimo_train.training.step.state import GlobalState, TrainState
+from mimo_train.training.teacher.model import built_teacher
+from mimo_train.training.teacher.steps import TaughtSet
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,11 @@ def _build(
     # Groups and model
     profiler = StepProfiler(cfg, run.dir, kind)  # before the model, so that the allocator's history includes it
     drawn = not loads_every_weight(run)
+    teacher = built_teacher(run, kind, device)  # before the student, whose seeds and global groups stay
     parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg) if drawn else all_parts(cfg))
     pipeline, groups = parts.pipeline, parts.pipeline.groups
+    if teacher is not None:
+        teacher.meet(run, parts)
     rerun = Rerun(cfg.train.rerun, cfg.train.log_interval)
     losses = StepLosses(
         cfg.train.loss_weights,
@@ -165,7 +171,8 @@ def _build(
     # Optimizer
     RECORDER.to("optimizer build")
     optimizer = build_optimizer(cfg, pipeline.model, groups)
-    optimizer.attach(pipeline.model[0].config)
+    for chunk in pipeline.model[:1]:
+        optimizer.attach(chunk.config)
     needs = GradientNeeds(run.layout, modules_of(pipeline.model), optimizer.releases, groups)
     freeze_stages = FreezeStages(cfg, optimizer.releases, optimizer.release, pipeline.shapes, needs)
     schedulers = ModuleSchedulers(cfg, optimizer)
@@ -177,8 +184,13 @@ def _build(
     opened.callback(dataset.close)
     padding = padding_of(cfg)
     mixing = Mixing(cfg, run.batch, dataset.order.sizes)
+    taught = None if teacher is None else TaughtSet(teacher, dataset)
     if padding is not None and isinstance(dataset, ShardDataset):
         count_texts(run, dataset, lambda: any(votes.local()))
+    if teacher is not None and taught is not None:
+        opened.callback(taught.samples.close)
+        if taught.padding is not None and isinstance(taught.samples, ShardDataset):
+            count_texts(teacher.run, taught.samples, lambda: any(votes.local()))
 
     # Resume
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
@@ -211,23 +223,26 @@ def _build(
     references = References(run, pipeline, train_state, votes.of_evaluations)
     references.serve(dataset, padding, "the training samples")
     RECORDER.to("loop")
-    loader = open_loader(
-        run,
-        groups,
-        dataset,
-        consumed=train_state.consumed_train_samples,
-        steps=(cfg.train.iters if stops is None else stops.step) - train_state.step,
-        size_at=run.batch.size_at,
-        padding=padding,
-        gives_up=never if features.prefetch_together else votes.gives_up,
-    )
+    reading: dict[str, Any] = {
+        "consumed": train_state.consumed_train_samples,
+        "steps": (cfg.train.iters if stops is None else stops.step) - train_state.step,
+        "size_at": run.batch.size_at,
+        "gives_up": never if features.prefetch_together else votes.gives_up,
+    }
+    loader = open_loader(run, groups, dataset, padding=padding, **reading)
     opened.callback(loader.close)
     learned = cfg.train.logits == "learned"
-    data = StepIterator(loader, pipeline, trains=True, learned_logits=learned, votes=votes.before_a_step)
+    options: dict[str, Any] = {"trains": True, "votes": votes.before_a_step}
+    if taught is None:
+        data = StepIterator(loader, pipeline, learned_logits=learned, **options)
+    else:
+        taught.samples.set_phases(mixing.phases)
+        data = taught.steps(loader, reading, **options)
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
-    held_out_sets = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations)
+    taught_set = None if teacher is None else partial(TaughtSet, teacher)
+    held_out_sets = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations, taught_set)
     for held_out in held_out_sets:
         opened.callback(held_out.dataset.close)
         references.serve(held_out.dataset, held_out.padding, f"{held_out.prefix.rstrip('/')} samples")

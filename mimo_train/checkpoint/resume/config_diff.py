@@ -1,6 +1,7 @@
 """Config changes since the checkpoint: those that affect results, and those that make it another model.
 
-All keys of `data`, `modules`, `train` and `optim`, including future ones, are compared unless they are listed here.
+All keys of `data`, `modules`, `train`, `optim` and `distill`, including future ones, are compared unless they are
+listed here.
 """
 
 import dataclasses
@@ -51,6 +52,7 @@ FREE = {
         "compile",
     },
     "optim": {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},
+    "distill": {"layout", "first_rank"},
 }
 """Keys by section that change no number except by summation order."""
 
@@ -85,7 +87,7 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
     Raises:
         KeyError, TypeError, AttributeError: `before` is not a config.
     """
-    for section in ("data", "train", "optim"):
+    for section in ("data", "train", "optim", "distill"):
         free = _unreported(section, cfg)
         yield from key_changes(before.get(section, {}), getattr(cfg, section), section, free)
     for index, (past, source) in enumerate(zip(before["data"].get("mix") or (), cfg.data.mix, strict=False)):

@@ -25,11 +25,12 @@ _OF_KINDS = {"image": "images", "audio": "audio"}
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def config_of_directory(folder: Path, seconds: float = 0) -> ConfigContainer:
+def config_of_directory(folder: Path, seconds: float = 0, tokenizer: str = "") -> ConfigContainer:
     """Return a run of the model in a directory, or of an adapter with its base model, without data.
 
     Args:
         seconds: length of the longest audio that it is to read, which no directory says.
+        tokenizer: the tokenizer if the directory has none.
 
     Raises:
         ConfigError: it is no directory of a supported language model, with or without encoders.
@@ -46,12 +47,14 @@ def config_of_directory(folder: Path, seconds: float = 0) -> ConfigContainer:
         encoders = [_MODULES[composite.encoder]] if composite is not None and has_encoder else []
     names = [*encoders, LANGUAGE]
     plain: dict[str, Any] = {"modules": {name: {"pretrained": str(folder)} for name in names}, "data": {}}
+    if tokenizer and not directory.has_tokenizer:
+        plain["data"]["tokenizer"] = tokenizer
     paths = adapted_paths(adapter) if base else []
     of_language = set(paths_of(paths, LANGUAGE))
     for name in names:
         if any((path in of_language) == (name == LANGUAGE) for path in paths):
             plain["modules"][name]["lora"] = {"adapter": str(adapter)}
-    fill_in(plain, directories(plain), tokenizer_is_given=False)
+    fill_in(plain, directories(plain), tokenizer_is_given=bool(plain["data"]))
     for name in encoders:
         encoder = plain["modules"][name]["encoder"]
         if encoder["family"] in ("media_audio", "tower_audio"):

@@ -192,8 +192,10 @@ def model_keys(plain: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str
 
 
 def _directories(plain: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield what `model_keys` yields, and the tokenizer."""
+    """Yield what `model_keys` yields, the teacher, and the tokenizer."""
     yield from model_keys(plain)
+    if isinstance(plain.get("distill"), dict):
+        yield plain["distill"], "teacher", "distill.teacher"
     if isinstance(plain.get("data"), dict):
         yield plain["data"], "tokenizer", _TOKENIZER
 

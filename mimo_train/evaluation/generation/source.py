@@ -13,6 +13,7 @@ from mimo_train.checkpoint.resume.same_run import recorded_config
 from mimo_train.config.pretrained.config_of_directory import config_of_directory, is_directory_of_a_model
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_distill import DISTILL, SFT, DistillConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, ModuleConfig
 from mimo_train.evaluation.layouts import with_layout
@@ -47,6 +48,7 @@ def open_source(
     processes: int = 1,
     micro_batch_size: int = 1,
     merge: bool = True,
+    tokenizer: str = "",
 ) -> Source:
     """Return the model in a folder: of a run (its newest checkpoint), a checkpoint, or a `transformers` model.
 
@@ -55,13 +57,14 @@ def open_source(
         seconds: length of the longest audio that a `transformers` model is to read.
         layout, processes, micro_batch_size: see `on_ranks`.
         merge: merge adapters into the weights, as an export does. Otherwise they compute as in training.
+        tokenizer: that of a `transformers` model without one.
 
     Raises:
         UserError: there is no complete checkpoint, it is damaged, it names code that is not trusted, the directory's
             model cannot be built, or there is no such layout.
     """
     if not isinstance(path, Url) and is_directory_of_a_model(path):
-        cfg = on_ranks(config_of_directory(path, seconds), layout, processes, micro_batch_size)
+        cfg = on_ranks(config_of_directory(path, seconds, tokenizer), layout, processes, micro_batch_size)
         return Source(path, cfg, partial(_load_directory, cfg, merge), None, parts_there(cfg))
     folder = folders.in_folder(path, "CHECKPOINT")
     cfg = on_ranks(recorded_config(folder, trust_code=trust_code), layout, processes, micro_batch_size)
@@ -127,6 +130,7 @@ def on_ranks(cfg: ConfigContainer, layout: str = "", processes: int = 1, micro_b
             global_batch_size=microbatch if micro_batch_size else microbatch * max(1, round(step / microbatch)),
             micro_batch_size=micro_batch_size or cfg.train.micro_batch_size,
             rampup_batch_size=[],
+            task=SFT if cfg.train.task == DISTILL else cfg.train.task,  # without the teacher
             # fp8 matmuls need more than one token at a time, and few devices support them.
             fp8="none",
             num_layers_at_start_in_bf16=0,
@@ -134,6 +138,7 @@ def on_ranks(cfg: ConfigContainer, layout: str = "", processes: int = 1, micro_b
             compile="none",
         ),
         run=replace(cfg.run, device="auto", inprocess_restarts=0),
+        distill=DistillConfig(),
         log=LogConfig(),
         profiling=ProfilingConfig(),
     )

@@ -69,6 +69,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     from mimo_train.preflight.check import resuming, tables
     from mimo_train.preflight.check.data import add_data, build_tokenizer
     from mimo_train.preflight.check.shards import Seen
+    from mimo_train.preflight.check.teacher import add_teacher
 
     report = Report(faults=_without_inputs(config_faults(cfg), without_data))
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
@@ -93,6 +94,8 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
             tables.add_batch(report, run)
             tables.add_memory(report, run, vocab, seen.media_per_sample)
             tables.add_work(report, run, vocab, seen.media_per_sample)
+            if not without_data:
+                add_teacher(report, run, tokenizer)
     _add_remarks(report, cfg)
     resuming.add_run_dir(
         report, run.cfg if run else cfg, layout, seen.fingerprint, tokenizer, without_data=without_data

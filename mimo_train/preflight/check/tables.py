@@ -17,7 +17,7 @@ from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, modu
 from mimo_train.launch.start import launch_of, processes_per_node
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.kernels import fp8_text, torch_layers_because
-from mimo_train.layout.placement import Edge, moved_for_nodes, span_text
+from mimo_train.layout.placement import Edge, moved_for_nodes, span_text, teacher_spans
 from mimo_train.layout.ranks import RunLayout, lay_out, pipeline_stages
 from mimo_train.layout.run import Run, warm_up_warnings
 from mimo_train.preflight.check.report import Report, Table
@@ -227,7 +227,7 @@ def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
     """Add one row per range of equal ranks; ranks are the launcher's, idle ones included."""
     node = cfg.placement.ranks_per_node
     rows = []
-    for modules, span in _spans(layout):
+    for modules, span in _spans(cfg, layout):
         where = (span_text(range(span[0] // node, span[-1] // node + 1)),) if node else ()
         rows.append((span_text(span), *where, modules))
     notes = [_route(layout, edge) for edge in layout.edges]
@@ -242,14 +242,16 @@ def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
     report.tables.append(Table("Ranks", header, rows, notes))
 
 
-def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
-    """Yield ranges of processes with equal modules, and the names of these."""
+def _spans(cfg: ConfigContainer, layout: RunLayout) -> Iterator[tuple[str, range]]:
+    """Yield ranges of processes with equal modules, and the names of these, the teacher included."""
     modules: dict[int, list[str]] = {process: [] for process in range(layout.processes[-1] + 1)}
     for module in layout.modules.values():
         for stage in range(module.pp):
             title = module.stage_name(stage)
             for process in layout.processes_of(module.stage_ranks(stage)):
                 modules[process].append(title)
+    for process in {process for span in teacher_spans(cfg).values() for process in span}:
+        modules[process].append("teacher")
     for titles, processes in groupby(modules, lambda process: modules[process]):
         numbers = [*processes]
         yield " + ".join(titles) or "idle", range(numbers[0], numbers[-1] + 1)

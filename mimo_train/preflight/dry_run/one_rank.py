@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from data.samples.text_lengths import TextLengths
 from data.storage.url import Place
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_distill import DISTILL, SFT, DistillConfig
 from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig
 from mimo_train.layout.batch import Batch
@@ -43,6 +44,8 @@ def trial_run(run: Run, folder: Path) -> Run:
     cfg.run.dir, cfg.run.device = str(folder), device_kind(cfg)
     cfg.train.iters, cfg.train.epochs, cfg.data.workers = STEPS, 0, 0
     cfg.train.rampup_batch_size = []
+    if cfg.train.task == DISTILL:  # the student alone
+        cfg.train.task, cfg.distill = SFT, DistillConfig()
     cfg.train.compile = "none"  # no compiler takes tensors of a fake device
     for module in cfg.modules.values():
         module.compile = ""

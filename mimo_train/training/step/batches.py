@@ -3,7 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -72,6 +72,23 @@ def _row_tokens(microbatch: Microbatch | dict[str, Any]) -> torch.Tensor:
     return torch.tensor(microbatch["lengths"]).clamp(min=1)
 
 
+class Steps(Protocol):
+    """Steps in order, as a `StepLoader` reads them."""
+
+    @property
+    def dataset(self) -> Samples:
+        """The dataset that is read."""
+        ...
+
+    def __next__(self) -> StepBatch:
+        """Return the next step. Raises StopIteration at the end, WaitGivenUp if this rank gave up waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """End the reading threads."""
+        ...
+
+
 class StepIterator:
     """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
 
@@ -88,7 +105,7 @@ class StepIterator:
 
     def __init__(
         self,
-        loader: StepLoader,
+        loader: Steps,
         pipeline: Pipeline,
         *,
         trains: bool = False,

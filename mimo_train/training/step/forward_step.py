@@ -44,7 +44,7 @@ MODEL_INPUTS = (
 """Keys of a microbatch that the model takes."""
 TOKEN_KEYS = ("input_ids", "position_ids", "labels", "loss_mask", "sources", "answers")
 """Keys of a microbatch with a value for each token, [batch, sequence]."""
-LEARNED, PADDING = "learned", "padding"
+LEARNED, LESSON, PADDING = "learned", "lesson", "padding"
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -77,7 +77,7 @@ def mimo_forward_step(
     inputs = {"input_ids": None} | {key: batch[key] for key in MODEL_INPUTS if key in batch}
     mimo_model = unwrap_model(model)
     if LEARNED in batch:
-        choose_logits(mimo_model.language_model, batch[LEARNED])
+        choose_logits(mimo_model.language_model, batch[LEARNED], batch.get(LESSON))
     if PADDING in batch:
         leave_out(mimo_model.language_model, batch[PADDING])
     output, loss_mask = model(**inputs)
@@ -118,7 +118,7 @@ def gpt_forward_step(
         output = unwrap_model(model).build_schedule_plan(**inputs)
     else:
         if LEARNED in batch:
-            choose_logits(model, batch[LEARNED])
+            choose_logits(model, batch[LEARNED], batch.get(LESSON))
         if PADDING in batch:
             leave_out(model, batch[PADDING])
         output = model(**inputs)

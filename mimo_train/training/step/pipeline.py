@@ -41,6 +41,7 @@ from mimo_train.models.heads import ModelHook
 from mimo_train.models.layers import use_transformer_engine
 from mimo_train.models.parameters import modules_of, seed_for
 from mimo_train.models.router_losses import RouterLosses
+from mimo_train.models.transformer_config import language_config
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.bridge.communicator import ModuleCommunicator, TextShapes, TimedP2PCommunicator
 from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
@@ -75,7 +76,7 @@ class Pipeline:
         self.is_last_stage = language is not None and language.pp.rank() == language.pp.size() - 1
         self._when_done: Callable[[], None] | None = None
         # The schedule reads the language model's config, which a MimoModel has on every rank.
-        config = model[0].config
+        config = model[0].config if model else language_config(run.cfg, run.layout)
         self.router_losses = RouterLosses(
             config, run.layout.language, device, per_layer="router_losses_per_layer" in run.cfg.log.metrics
         )
@@ -84,7 +85,8 @@ class Pipeline:
         self.chunks: list[DistributedDataParallel] = [chunk for chunks in self._modules.values() for chunk in chunks]
         in_fp8 = has_fp8(run.cfg)
         self._with_copies = [chunk for name, chunks in self._modules.items() if name in in_fp8 for chunk in chunks]
-        self._choose_schedule(model[0], config)
+        if model:
+            self._choose_schedule(model[0], config)
         config.finalize_model_grads_func = self._finalize
 
     def run(
@@ -103,8 +105,13 @@ class Pipeline:
                 `StepIterator`, or of a full batch.
 
         Returns:
-            The loss function's report for each microbatch, on ranks of the last stage; else an empty list.
+            The loss function's report for each microbatch, on ranks of the last stage; else an empty list. A rank
+            without a module does nothing.
         """
+        if not self.model:
+            if self._when_done is not None:
+                self._when_done()
+            return []
         if len(self.model) > 1:
             data_iterator = data_iterator.views(len(self.model))
         if self._with_copies:
@@ -127,7 +134,7 @@ class Pipeline:
 
     def work_ahead(self, while_waiting: Callable[[], None], when_done: Callable[[], None]) -> None:
         """Call `while_waiting` in exchanges with other ranks' modules, `when_done` after this rank's part of a step."""
-        if self.layout.disjoint_edges:
+        if self.layout.disjoint_edges and self.model:
             assert isinstance(self._communicator, ModuleCommunicator), "modules on other ranks are reached by it"
             for bridge in self._communicator.bridge_comms:
                 bridge.while_waiting = while_waiting
@@ -266,6 +273,8 @@ def build_parts(
 
 def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
     """Seed every generator: dropout differs between data- and context-parallel ranks, stages and modules."""
+    if not groups.collections:
+        return
     name, pgs = next(iter(groups.collections.items()))
     place = (name, pgs.dp.rank(), pgs.pp.rank(), *([pgs.cp.rank()] if pgs.cp.size() > 1 else []))
     seed = seed_for(cfg.run.seed, "rank", *place) % 2**31

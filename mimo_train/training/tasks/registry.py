@@ -2,6 +2,7 @@
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.training.tasks.base import Task
+from mimo_train.training.tasks.distill import Distill
 from mimo_train.training.tasks.dpo import Dpo
 from mimo_train.training.tasks.ipo import Ipo
 from mimo_train.training.tasks.kto import Kto
@@ -9,7 +10,15 @@ from mimo_train.training.tasks.orpo import Orpo
 from mimo_train.training.tasks.sft import Sft
 from mimo_train.training.tasks.simpo import Simpo
 
-CLASSES: dict[str, type[Task]] = {"sft": Sft, "dpo": Dpo, "ipo": Ipo, "simpo": Simpo, "orpo": Orpo, "kto": Kto}
+CLASSES: dict[str, type[Task]] = {
+    "sft": Sft,
+    "distill": Distill,
+    "dpo": Dpo,
+    "ipo": Ipo,
+    "simpo": Simpo,
+    "orpo": Orpo,
+    "kto": Kto,
+}
 """Names of `mimo_train.config.tasks.TASKS`."""
 
 

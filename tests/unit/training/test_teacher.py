@@ -1,0 +1,49 @@
+"""Both models of a distillation must learn the same tokens."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mimo_train.config.errors import UserError
+from mimo_train.training.teacher import exchange
+
+DATASET = SimpleNamespace(locate=lambda number: ("train.tar", f"key{number}"))
+TOKENIZER = SimpleNamespace(shown=lambda ids: chr(ids[0]))
+
+
+def counts(monkeypatch, student: list[str], teacher: list[str], bad: tuple[int, ...] = ()) -> list[int]:
+    """On one process, of samples that are read from number 10 on."""
+    monkeypatch.setattr(exchange, "_sum", lambda numbers, _device: numbers)
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(exchange.dist, "all_gather_object", lambda sides, side: sides.__setitem__(0, side))
+    sides = [
+        {place: np.array([ord(letter) for letter in text], dtype=np.int64) for place, text in enumerate(texts)}
+        for texts in (student, teacher)
+    ]
+    flags = torch.tensor([int(place in bad) for place in range(len(student))])
+    step = SimpleNamespace(size=len(student), first_sample=10)
+    meeting = exchange.Meeting(DATASET, TOKENIZER, TOKENIZER)
+    return meeting.counts(step, *sides, flags).tolist()
+
+
+def test_the_student_s_tokens_may_end_earlier(monkeypatch):
+    assert counts(monkeypatch, ["abc", "ab", ""], ["abc", "abcd", "x"]) == [3, 2, 0]
+
+
+def test_bad_samples_have_none(monkeypatch):
+    assert counts(monkeypatch, ["abc", "ab"], ["x", "ab"], bad=(0,)) == [0, 2]
+
+
+WRONG = {
+    "learned token 2 of sample 'key11' of train.tar is 98 ('b') for the student, and 120 ('x') for the teacher": "axc",
+    "distill.sequence_length: sample 'key11' of train.tar has 3 learned tokens for the student, and only 2": "ab",
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_other_tokens_are_an_error(message, monkeypatch):
+    with pytest.raises(UserError) as raised:
+        counts(monkeypatch, ["same", "abc"], ["same", WRONG[message]])
+    assert message in str(raised.value)
