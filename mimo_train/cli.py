@@ -59,6 +59,7 @@ def command_modules() -> tuple[ModuleType, ...]:
         checkpoint,
         compare,
         config,
+        evaluate,
         export,
         generate,
         hang,
@@ -69,7 +70,7 @@ def command_modules() -> tuple[ModuleType, ...]:
         train,
     )
 
-    return train, check, plan, config, launch, generate, compare, export, checkpoint, shards, hang, logs
+    return train, check, plan, config, launch, evaluate, generate, compare, export, checkpoint, shards, hang, logs
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -80,6 +81,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
+    args.argv = list(sys.argv[1:] if argv is None else argv)  # for commands that start processes
     return args
 
 

@@ -12,7 +12,7 @@ from data.text_format import shown
 from mimo_train.config.compose import load
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.inputs.datasets import HeldOutSet, build_dataset, held_out_sets, tokenizer_of
+from mimo_train.inputs.datasets import build_dataset, splits_of, tokenizer_of
 from mimo_train.inputs.mixture import Mixing
 from mimo_train.layout.run import Run, resolve
 from mimo_train.logging.report.page import DecodedSample, token_runs
@@ -171,11 +171,7 @@ def open_dataset(
     run = resolve(cfg)
     held_out = None
     if split != "train":
-        names: dict[str, HeldOutSet] = {}
-        for item in held_out_sets(cfg):
-            if not item.is_test:
-                names.setdefault("validation", item)
-            names[f"{'test' if item.is_test else 'validation'}/{item.name}".rstrip("/")] = item
+        names = splits_of(cfg)
         if split not in names:
             raise UserError(f"split: {split!r} does not exist. Choose one of {', '.join(['train', *names])}")
         held_out = names[split]

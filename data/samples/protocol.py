@@ -79,6 +79,10 @@ class Samples(ABC):
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
         """Return the tokens of a sample, or its stand-in and why it is bad. Readers run ahead, so it is not counted."""
 
+    def read_record(self, number: int) -> Any:
+        """Return a sample's JSON record, or the columns of its row; None if it has none."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Close the files."""

@@ -43,7 +43,7 @@ from data.order.step import StepSamples, TextSample
 from data.records.conversation import Conversation
 from data.records.members import NO_FIELDS, Fields
 from data.records.preferences import Preference, parse_preference, parse_preference_fields
-from data.records.records import parse_fields, parse_record
+from data.records.records import RecordParser, parse_fields, parse_record
 from data.rows.row_reader import RowReader, is_table
 from data.rows.samples import parse_row
 from data.samples.answers import ANSWERS, joined, rows_before, with_answer_of
@@ -218,6 +218,18 @@ class ShardDataset(Samples):
                 meta = replace(meta, bad_reason=self._reason(meta, error))
         blanks = [spec.blank(extent) for extent in meta.extents(spec)]
         return blanks, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
+
+    def read_record(self, number: int) -> Any:
+        """See `Samples.read_record`. Of several JSON members, the first counts. Raises RecordError if it cannot be
+        read."""
+        meta = self.meta(number)
+        if meta.texts and is_table(self.shards[meta.shard]):
+            return self.reader.record(self.shards[meta.shard], meta.texts[0].offset, self.version(meta.shard))[0]
+        member = next((member for member in meta.texts if member.extension.rpartition(".")[2] == "json"), None)
+        if member is None:
+            return None
+        parser = RecordParser({}, self._bounds, ())
+        return parser.record(self._read(meta, member), member.extension)
 
     def set_phases(self, phases: Sequence[Phase]) -> None:
         """Set the sources' weights, before readers start."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from data.text_format import shown
 from mimo_train.config.errors import ConfigError, UserError
+from mimo_train.evaluation.generation.options import Sampling
 
 CONFIG_HELP = "name of a shipped config, such as vlm_digits, or path to a YAML file"
 OVERRIDE_HELP = "changes to the config: train.iters=100, or a file of a group: layout=one_process"
@@ -46,6 +47,48 @@ def add_trust(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="import an encoder of your own that the checkpoint's config names by its path (package.module:Spec)",
     )
+
+
+def add_layout(command: argparse.ArgumentParser) -> None:
+    """Add the options of the ranks that a trained model is opened on; see `evaluation.layouts.with_layout`."""
+    command.add_argument(
+        "--layout",
+        default="",
+        metavar="LAYOUT",
+        help="parallel layout: run (as it was trained), a file or a name of configs/layout/ such as language_tp2, or "
+        "sizes of the language model such as tp=2,dp=2, which encoders share unless they have sizes too (images.dp=4)",
+    )
+    command.add_argument("--processes", type=positive, metavar="N", help="replicas, without --layout (default: 1)")
+
+
+def add_sampling(command: argparse.ArgumentParser) -> None:
+    """Add the options of generated text; `sampling_of` reads them."""
+    option = command.add_argument
+    option("--max-new-tokens", type=positive, default=64, metavar="N", help="longest answer in tokens (default: 64)")
+    option(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="draw tokens, from logits divided by T; 0: always the most likely one (default: 0, with --top-k or "
+        "--top-p: 1)",
+    )
+    option("--top-k", type=whole, default=0, metavar="K", help="draw from the K most likely tokens; 0: all (default)")
+    option(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest most likely tokens that have probability P together (default: 1)",
+    )
+    option("--seed", type=whole, metavar="N", help="draw the same tokens each time (default: others each time)")
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """Return the sampling options of `add_sampling`."""
+    temperature = args.temperature
+    if temperature is None:
+        temperature = 1.0 if args.top_k or args.top_p < 1 else 0.0
+    return Sampling(temperature, args.top_k, args.top_p, args.seed)
 
 
 def positive(text: str) -> int:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mimo_train.commands.arguments import add_command, add_trust, positive, print_fault, users_faults, whole
+from mimo_train.commands.arguments import add_command, add_sampling, add_trust, print_fault, sampling_of, users_faults
 from mimo_train.config.errors import UserError
-from mimo_train.evaluation.generation.options import Sampling
 
 if TYPE_CHECKING:
     from mimo_train.evaluation.generation.answers import Answer, Chat
@@ -77,24 +76,8 @@ def add(commands: Any) -> None:
         "auto (default): text for a language model alone whose tokenizer has no chat template, without --chat and "
         "--system; else chat",
     )
-    option("--max-new-tokens", type=positive, default=64, metavar="N", help="longest answer in tokens (default: 64)")
-    option(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="draw tokens, from logits divided by T; 0: always the most likely one (default: 0, with --top-k or "
-        "--top-p: 1)",
-    )
-    option("--top-k", type=whole, default=0, metavar="K", help="draw from the K most likely tokens; 0: all (default)")
-    option(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw from the fewest most likely tokens that have probability P together (default: 1)",
-    )
+    add_sampling(command)
     add_trust(command)
-    option("--seed", type=whole, metavar="N", help="draw the same tokens each time (default: others each time)")
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -106,10 +89,7 @@ def _generate(args: argparse.Namespace) -> int:
     from mimo_train.evaluation.generation.source import open_source
     from mimo_train.logging.rank_log import adopt_torch, divert_command
 
-    temperature, prompt, chat = args.temperature, args.prompt, args.chat
-    if temperature is None:
-        temperature = 1.0 if args.top_k or args.top_p < 1 else 0.0
-    sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
+    prompt, chat, sampling = args.prompt, args.chat, sampling_of(args)
     media = [(kind, Path(file)) for kind in KINDS for file in getattr(args, kind)]
     for kind, file in media:
         if not file.is_file():  # before a model is loaded

@@ -7,19 +7,16 @@ import json
 import os
 import shlex
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.text_format import plural, shown_lines
+from data.text_format import plural
 from mimo_train.commands.arguments import add_config_command, print_fault, users_faults
 
 if TYPE_CHECKING:
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.layout.run import Run
-
-SECONDS_BEHIND_PEERS = 3
 
 
 def add(commands: Any) -> None:
@@ -101,7 +98,7 @@ def _report_error(error: BaseException) -> int:
 
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
-    from mimo_train.launch.rank_monitor import is_lost_peer, note_error
+    from mimo_train.commands.rank_failure import end_rank
     from mimo_train.logging.rank_log import adopt_torch, divert, errors_only, log_of, show
 
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
@@ -128,21 +125,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     except BaseException as error:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise
-        from mimo_train.config.errors import PeersError
-
-        note_error(error)
-        if isinstance(error, PeersError) or is_lost_peer(error):
-            # The rank with the cause exits first. The launcher then ends the others.
-            time.sleep(SECONDS_BEHIND_PEERS)
-        if is_lost_peer(error):
-            # What follows from the cause, which another rank has printed, or its machine has taken along.
-            sys.stderr.write(f"rank {rank}: another rank has ended ({str(error).splitlines()[0]})\n")
-        elif not isinstance(error, PeersError):
-            _print_error(error, rank)
-        show("", end="")  # what is still in its buffer
-        sys.stderr.flush()
-        # Destroying process groups would wait for peers that are stuck in a collective.
-        os._exit(1)
+        end_rank(error, rank)
     dist.barrier()
     if rank == run.layout.logging_rank:
         try:
@@ -170,16 +153,6 @@ def _first_line(run: "Run") -> str:
         f"{plural(run.batch.global_batch_size, 'sample')} of {run.cfg.sample_length} tokens; "
         "starting"
     )
-
-
-def _print_error(error: BaseException, rank: int) -> None:
-    prefix = f"rank {rank}: "
-    if isinstance(error, users_faults()):
-        prefix, text = f"error: {prefix}", shown_lines(str(error))
-    else:
-        text = traceback.format_exc()
-    # In one write: ranks that fail together would mix their lines.
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
 
 
 def _summary(run: "Run") -> list[str]:

@@ -126,9 +126,32 @@ class HeldOut:
         step_func: ForwardStepCallable | None = None,
         progress: Callable[[int], None] = lambda samples: None,
     ) -> dict[str, float]:
-        """Measure losses and exact match over the samples. Collective over all ranks.
+        """Measure losses and exact match, and write the predictions. Collective over all ranks.
 
         The logging rank writes samples.json and predictions.jsonl, or predictions_NAME.jsonl or test_predictions.jsonl.
+
+        Args:
+            step: optimizer steps done, for the files.
+            step_func, progress: see `measure`. Raises its errors.
+
+        Returns:
+            The values of `measure`.
+        """
+        run = self._run
+        values, entries = self.measure(step_func, progress)
+        if dist.get_rank() == run.layout.logging_rank and self._writes_text:
+            write_predictions(run.dir / self._predictions, entries, step, self.dataset)
+            if self._shows and run.cfg.train.report_samples:
+                write_samples(run.dir / "samples.json", entries, run.cfg.train.report_samples, self.dataset)
+        return values
+
+    def measure(
+        self,
+        step_func: ForwardStepCallable | None = None,
+        progress: Callable[[int], None] = lambda samples: None,
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Measure losses and exact match over the samples. Collective over all ranks.
+
         Losses are those of `step_func`, reduced as in training; a custom step, or a task other than sft, takes a second
         forward pass for exact match. Of pairs, the chosen answers are predicted.
 
@@ -137,7 +160,6 @@ class HeldOut:
         decides it.
 
         Args:
-            step: optimizer steps done, for the files.
             step_func: as the schedule calls it; None: the cross entropy of the learned tokens.
             progress: called with the number of samples of each finished batch.
 
@@ -150,7 +172,8 @@ class HeldOut:
             {"eval/loss": what training minimises (nats per answer token), "eval/exact_match": share of samples,
                 "eval/samples": their number}, and `eval/VALUE` for each value that a custom step or a task reports. The
                 prefix is `eval/NAME/` for a named set, `test/` for the test set. NaN if no sample has a token with
-                loss; empty on ranks before the language model's last stage.
+                loss. And the predictions of `predictions_of`, in the order of the samples. Both are empty on ranks
+                before the language model's last stage.
         """
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
@@ -158,7 +181,7 @@ class HeldOut:
         losses = None
         if step_func is not None and not (self._writes_text and is_default_step(step_func, self._run.cfg)):
             losses = CallerLosses(step_func, pipeline, self._run.cfg)
-        run, predictions = self._run, list[dict]()
+        predictions = list[dict[str, Any]]()
         iterator = self._open(self._ending)
         try:
             with evaluating(pipeline.model):
@@ -185,23 +208,19 @@ class HeldOut:
             self._report(self.dataset.bad_samples, "held_out")
         require_budget(int(bad), self.dataset.allowed_bad_samples, self.dataset.bad_samples.latest)
         if not pipeline.is_last_stage:
-            return {}
+            return {}, []
         replicas = pipeline.groups.collections[LANGUAGE].dp
         dist.all_reduce(sums, group=replicas)
         of_replicas: list[Any] = [None] * replicas.size()
         dist.all_gather_object(of_replicas, predictions, group=replicas)
-        if dist.get_rank() == run.layout.logging_rank and self._writes_text:
-            entries = [entry for of_replica in of_replicas for entry in of_replica]
-            entries.sort(key=lambda entry: entry["number"])
-            write_predictions(run.dir / self._predictions, entries, step, self.dataset)
-            if self._shows and run.cfg.train.report_samples:
-                write_samples(run.dir / "samples.json", entries, run.cfg.train.report_samples, self.dataset)
+        entries = [entry for of_replica in of_replicas for entry in of_replica]
+        entries.sort(key=lambda entry: entry["number"])
         loss, tokens, matches, samples = sums.tolist()
         values = {"loss": loss / tokens if tokens else math.nan} if losses is None else losses.means()
         if self._writes_text:
             values["exact_match"] = matches / samples if samples else math.nan
         values["samples"] = samples
-        return {f"{self.prefix}{name}": value for name, value in values.items()}
+        return {f"{self.prefix}{name}": value for name, value in values.items()}, entries
 
     def non_loss_data(self, step_func: Callable, give: Callable[[list], Any] | None = None) -> Any:
         """Return `give(model)`, or else the non-loss data of `step_func` over the first held-out step, in evaluation

@@ -16,17 +16,14 @@ from mimo_train.config.schema_run import PlacementConfig
 
 OF_RUN = "run"
 """Layout that the run was trained on."""
-HELP = (
-    "run (as it was trained), a file or a name of configs/layout/ such as language_tp2, or sizes of the language "
-    "model such as tp=2,dp=2, which encoders share unless they have sizes too (images.dp=4)"
-)
 
 
 def with_layout(cfg: ConfigContainer, layout: str = "", processes: int = 1) -> ConfigContainer:
     """Return the config at another layout, which is not checked yet.
 
     Args:
-        layout: `run`, a file, a name of the layout group, or sizes, see `HELP`. Empty: every module on the same ranks,
+        layout: `run`; a file or a name of the layout group; or sizes of the language model such as `tp=2,dp=2`, which
+            encoders share unless they have sizes too, such as `images.dp=4`. Empty: every module on the same ranks,
             with `processes` replicas.
 
     Raises:

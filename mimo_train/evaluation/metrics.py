@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from data.text_format import plural
 from encoders.key_rules import nearest
 from mimo_train.config.errors import UserError
-from mimo_train.config.user_code import load_code
 from mimo_train.evaluation import normal_forms
 
 Texts = Sequence[str]
@@ -74,7 +73,7 @@ def require_metrics(names: Sequence[str], key: str = KEY) -> None:
     """
     for name in names:
         if ":" in name:
-            load_code(key, name)
+            _function(name, key)
         elif name not in METRICS:
             raise UserError(f"{key}: no metric {name!r}. {nearest(name, METRICS)}. {_ALL.format(', '.join(METRICS))}")
         elif library := METRICS[name].library:
@@ -84,8 +83,14 @@ def require_metrics(names: Sequence[str], key: str = KEY) -> None:
                 raise UserError(f"{key}: {name} requires a package: {error}. pip install 'mimo-train[eval]'") from error
 
 
+def _function(name: str, key: str) -> Callable[..., Any]:
+    from mimo_train.config.user_code import load_code  # slow, and the help names all metrics
+
+    return load_code(key, name)
+
+
 def _by_user(name: str, predictions: Texts, references: References) -> dict[str, Scores]:
-    result = load_code(KEY, name)(list(predictions), [list(texts) for texts in references])
+    result = _function(name, KEY)(list(predictions), [list(texts) for texts in references])
     title = name.rpartition(":")[2]
     named: Mapping[str, Any] = result if isinstance(result, Mapping) else {"": result}
     return {f"{title}/{key}".rstrip("/"): _scores(value, len(predictions), name) for key, value in named.items()}

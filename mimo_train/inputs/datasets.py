@@ -226,6 +226,17 @@ def _named_set(cfg: ConfigContainer, section: str, name: str, item: HeldOutConfi
     )
 
 
+def splits_of(cfg: ConfigContainer) -> dict[str, HeldOutSet]:
+    """Return the held-out sets by the names that a user gives them: `validation` (the first), `validation/NAME`,
+    `test`, `test/NAME`."""
+    splits: dict[str, HeldOutSet] = {}
+    for item in held_out_sets(cfg):
+        kind = "test" if item.is_test else "validation"
+        splits.setdefault(kind, item)
+        splits[f"{kind}/{item.name}".rstrip("/")] = item
+    return splits
+
+
 def build_dataset(
     cfg: ConfigContainer, tokenizer: Any, *, held_out: HeldOutSet | None = None, shards: Sequence[Source] | None = None
 ) -> Samples:

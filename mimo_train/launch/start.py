@@ -23,6 +23,10 @@ ARRAY_FILE = "MIMO_ARRAY_FILE"
 """Variable with a file of overrides: task N of a job array takes line N, counted from 1."""
 
 
+# -P: a data.py or encoders/ in the working directory must not hide ours.
+_RANK = (sys.executable, "-P", "-u", "-m", "mimo_train.cli")
+
+
 @dataclass(frozen=True)
 class Launch:
     """A config with the overrides of nodes and job array."""
@@ -114,8 +118,7 @@ def start_of(config: str, overrides: Sequence[str], environment: Mapping[str, st
         raise ConfigError(missing)
     if nodes.max_restarts:
         require_resume(launch.cfg.checkpoint.resume, f"MIMO_MAX_RESTARTS {nodes.max_restarts}")
-    # -P: a data.py or encoders/ in the working directory must not hide ours.
-    rank = [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", launch.config, *launch.overrides]
+    rank = [*_RANK, "train", launch.config, *launch.overrides]
     # Ranks get the commits of names on the hub: none asks the hub, and none gets another commit.
     rank += [f"{key}={name}" for key, name in recorded_names(compose.to_dict(launch.cfg)).items()]
     return Start(nodes, _per_node(launch.cfg, nodes), rank, _speed(environment), Path(launch.cfg.run.dir))
@@ -134,6 +137,24 @@ def launch_here(config: str, overrides: Sequence[str]) -> int:
     from mimo_train.launch.torchrun import launch  # torch is a slow import
 
     return launch(start.rank, start.nodes, start.per_node, start.run_dir)
+
+
+def launch_command(arguments: Sequence[str], cfg: ConfigContainer, folder: Path) -> int:
+    """Start this node's ranks of `mimo-train ARGUMENTS` and return their exit code.
+
+    Args:
+        cfg: config whose layout decides how many there are.
+        folder: folder of their output, whose files hold the cause of a failure.
+
+    Raises:
+        UserError: see `processes_per_node` and `nodes_of`; or the nodes cannot join.
+    """
+    nodes = nodes_of(os.environ)
+    per_node = processes_per_node(cfg, nodes.number)
+    os.environ.update(_speed(os.environ))
+    from mimo_train.launch.torchrun import launch  # torch is a slow import
+
+    return launch([*_RANK, *arguments], nodes, per_node, folder)
 
 
 def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool = False) -> int:

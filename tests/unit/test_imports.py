@@ -205,6 +205,7 @@ LIGHT = (
     "mimo_train/cli.py",
     "mimo_train/evaluation/generation/options.py",
     "mimo_train/evaluation/generation/source.py",
+    "mimo_train/evaluation/data_choice.py",
     "mimo_train/evaluation/layouts.py",
     "mimo_train/evaluation/metrics.py",
     "mimo_train/evaluation/normal_forms.py",

@@ -35,6 +35,8 @@ class Source:
     """Reads the weights into a model built from `cfg`, and merges its adapters unless `open_source` is told not to."""
     run_dir: Path | None
     """Run that wrote the weights, which gets libraries' warnings; None for moved weights or object storage."""
+    is_directory: bool = False
+    """True for a directory of `transformers`."""
     undrawn: Set[tuple[str, str]] = frozenset()
     """Parts whose initial weights need not be drawn, see `build_model`."""
 
@@ -65,7 +67,7 @@ def open_source(
     """
     if not isinstance(path, Url) and is_directory_of_a_model(path):
         cfg = on_ranks(config_of_directory(path, seconds, tokenizer), layout, processes, micro_batch_size)
-        return Source(path, cfg, partial(_load_directory, cfg, merge), None, parts_there(cfg))
+        return Source(path, cfg, partial(_load_directory, cfg, merge), None, True, parts_there(cfg))
     folder = folders.in_folder(path, "CHECKPOINT")
     cfg = on_ranks(recorded_config(folder, trust_code=trust_code), layout, processes, micro_batch_size)
     run_dir = folders.run_of(folder)

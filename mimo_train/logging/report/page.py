@@ -59,14 +59,18 @@ def held_out_samples(path: Path) -> tuple[list[dict[str, Any]], str]:
     "correct": bool or None}; "small" is added for each image.
     """
     try:
-        samples = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        # A PNG has its width in bytes 16 to 20 (PNG specification, IHDR chunk).
-        for sample in samples:
-            widths = [base64.b64decode(image[:32], validate=True)[16:20] for image in sample["images"]]
-            sample["small"] = [int.from_bytes(width, "big") <= _SMALL_PIXELS for width in widths]
+        return mark_small(json.loads(path.read_text(encoding="utf-8")) if path.exists() else []), ""
     except (ValueError, TypeError, KeyError) as error:
         return [], f"{type(error).__name__}: {error}"
-    return samples, ""
+
+
+def mark_small(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add "small" to samples: for each image, True if it is enlarged without blurring. Returns them."""
+    for sample in samples:
+        # A PNG has its width in bytes 16 to 20 (PNG specification, IHDR chunk).
+        widths = [base64.b64decode(image[:32], validate=True)[16:20] for image in sample["images"]]
+        sample["small"] = [int.from_bytes(width, "big") <= _SMALL_PIXELS for width in widths]
+    return samples
 
 
 def write_report(run_dir: Path, run: Run) -> Path:

@@ -1,0 +1,178 @@
+"""`mimo-train evaluate`: score a trained model on held-out samples, or answer the prompts of a file."""
+
+import argparse
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mimo_train.commands.arguments import add_command, add_layout, add_sampling, add_trust, sampling_of, whole
+from mimo_train.config.errors import UserError
+from mimo_train.evaluation.metrics import METRICS, require_metrics
+
+if TYPE_CHECKING:
+    from mimo_train.evaluation.generation.source import Source
+    from mimo_train.inputs.datasets import HeldOutSet
+
+DESCRIPTION = f"""Measures loss and exact match of a model on held-out samples, as training does. Metrics of texts
+compare generated answers with references. Writes results.json, predictions.jsonl and report.html.
+
+examples:
+  mimo-train evaluate runs/vlm_digits
+  mimo-train evaluate runs/vlm_digits --metric anls,f1 --processes 2
+  mimo-train evaluate runs/my/checkpoints/step_00001000 --data shards/docvqa --metric anls --layout tp=2
+  mimo-train evaluate Qwen/Qwen2.5-VL-3B-Instruct --data my.yaml --split test --limit 500
+  mimo-train evaluate runs/vlm_digits --prompts questions.jsonl --predictions answers.jsonl
+
+metrics:
+  {"\n  ".join(f"{name:11}{metric.summary}" for name, metric in METRICS.items())}
+  module:function  yours: (predictions, references) -> a number, one for each, or a dict of these"""
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    command = add_command(commands, "evaluate", _evaluate, "score a model on held-out samples", DESCRIPTION)
+    option = command.add_argument
+    option(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="folder or URL of a run or of one of its checkpoints, or folder of a model of transformers or of a peft "
+        "adapter, or its name on the hub",
+    )
+    option(
+        "--data",
+        default="",
+        metavar="SHARDS|CONFIG",
+        help="shards, or the config with the held-out sets; default: those of the run",
+    )
+    option("--split", default="", metavar="NAME", help="one set: validation, validation/NAME, test or test/NAME")
+    option("--limit", type=whole, metavar="N", help="samples of each set; 0: all (default: as in training)")
+    option("--metric", action="append", default=[], metavar="NAME,...", help="metrics of generated answers, see above")
+    option(
+        "--references",
+        default="",
+        metavar="FIELD",
+        help="field of the records with the references of an answer (default: references or answers if there is one, "
+        "else the answer itself)",
+    )
+    add_layout(command)
+    option("--batch", type=whole, default=0, metavar="N", help="samples of a microbatch; 0: as in training (default)")
+    option("--output", metavar="DIR", help="folder of the files (default: a new one in RUN/evaluations)")
+    option("--predictions", type=Path, metavar="FILE", help="file of the predictions (default: predictions.jsonl)")
+    add_sampling(command)
+    add_trust(command)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    """Start ranks if the layout needs several, or evaluate as one."""
+    from data.storage.url import place_of
+    from mimo_train.config.pretrained.hub import located
+    from mimo_train.evaluation.data_choice import chosen_sets, output_folder, with_data
+    from mimo_train.evaluation.generation.source import open_source
+    from mimo_train.launch.nodes import nodes_of
+    from mimo_train.launch.start import launch_command
+    from mimo_train.layout.run import resolve
+
+    args.metric = [name for text in args.metric for name in text.split(",") if name]
+    require_metrics(args.metric)
+    if args.layout and args.processes:
+        raise UserError("--processes: the layout decides the number of processes. Remove one of them")
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    source = open_source(
+        place_of(located(args.checkpoint, "CHECKPOINT")),
+        trust_code=args.trust_code,
+        layout=args.layout,
+        processes=args.processes or started,
+        micro_batch_size=args.batch,
+        merge=False,
+    )
+    cfg = with_data(source.cfg, args.data)
+    if source.is_directory and not args.data:
+        raise UserError(f"--data: {source.folder} is a model without data. Give shards, or a config with held-out sets")
+    sets = chosen_sets(cfg, args.split, args.limit)
+    output = Path(args.output) if args.output else output_folder(source.run_dir, source.folder.name)
+    cfg = replace(cfg, run=replace(cfg.run, dir=str(output)))
+    is_rank = started > 1 or nodes_of(os.environ).ranks is not None
+    if not is_rank:
+        _make_demo(cfg.data)
+        if resolve(cfg).layout.world_size > 1:
+            return launch_command([*args.argv, "--output", str(output)], cfg, output)
+    return _rank(args, replace(source, cfg=cfg), sets)
+
+
+def _make_demo(data: Any) -> None:
+    if data.demo:
+        from data.demo.make import make_demo
+
+        make_demo(Path(data.shards).parent, data.demo)
+
+
+def _rank(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]") -> int:
+    from mimo_train.logging.rank_log import adopt_torch, divert, log_of
+
+    rank, several = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1) > 1
+    output = Path(source.cfg.run.dir)
+    log = divert(log_of(output, rank))
+    if several:
+        log.copy_console()
+    import torch.distributed as dist
+
+    adopt_torch()
+    try:
+        _measure(args, source, sets, output)
+    except BaseException as error:
+        if not several or not dist.is_initialized():
+            raise
+        from mimo_train.commands.rank_failure import end_rank
+
+        end_rank(error, rank)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]", output: Path) -> None:
+    import torch.distributed as dist
+
+    from mimo_train.evaluation.data_choice import fitting_length
+    from mimo_train.evaluation.evaluate import Settings, evaluate
+    from mimo_train.evaluation.open_model import build_model_of
+    from mimo_train.evaluation.results import Results
+
+    start, cfg = time.monotonic(), source.cfg
+    if source.is_directory:
+        length = fitting_length(cfg, sets, args.max_new_tokens if args.metric else 0)
+        source = replace(source, cfg=replace(cfg, data=replace(cfg.data, sequence_length=length)))
+    sampling = sampling_of(args)
+    settings = Settings(args.metric, args.references, sampling, args.max_new_tokens)
+    with ExitStack() as stack:
+        model = build_model_of(source)
+        if dist.get_world_size() > 1:
+            from mimo_train.launch.rank_monitor import watched
+
+            stack.enter_context(watched(model.run))
+        facts = {
+            "checkpoint": str(source.folder),
+            "settings": {
+                "metrics": args.metric,
+                "layout": args.layout or f"processes={dist.get_world_size()}",
+                "limit": args.limit,
+                "micro_batch_size": cfg.train.micro_batch_size,
+                "sequence_length": source.cfg.data.sequence_length,
+                "precision": cfg.train.precision,
+                **({"max_new_tokens": args.max_new_tokens, **asdict(sampling)} if args.metric else {}),
+            },
+        }
+        results = Results(facts, cfg.train.report_samples)
+        for of, evaluated in evaluate(model, sets, settings):
+            results.add(of.key, evaluated)
+        if dist.get_rank() == model.run.layout.logging_rank:
+            results.write(output, args.predictions, time.monotonic() - start)
+            for name, value in results.values.items():
+                print(f"{name:28} {value:.6g}")
+            print(f"results: {output}", flush=True)
+        if dist.get_world_size() > 1:
+            dist.barrier()

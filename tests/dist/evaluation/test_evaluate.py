@@ -1,0 +1,170 @@
+"""`mimo-train evaluate`: its numbers are those of the evaluation in training, at every layout; texts are generated."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.dist.commands import command
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import USUAL_ADAM, config, train_rank
+from tests.tars import write_tar
+
+LAYOUTS = {"": 1, "processes=2": 2, "tp=2": 2, "run": 2}
+"""Number of processes by layout."""
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory):
+    """(folder, last line of metrics.jsonl) of a run with adapters on two processes."""
+    from mimo_train.logging.sinks.jsonl import read_metrics
+
+    folder = tmp_path_factory.mktemp("run")
+    cfg = config(
+        "vlm_digits",
+        folder,
+        digits,
+        "layout=two_processes",
+        *USUAL_ADAM,
+        "optim.lr=1e-2",
+        "modules.images.lora.rank=4",
+        "train.iters=40",
+        "train.global_batch_size=8",
+        "train.micro_batch_size=4",
+        "train.eval_samples=37",
+        "train.report_samples=12",
+        "data.validation={letters: {shards: " + f"{digits}/held_out" + "}}",
+        f"data.test_shards={digits}/held_out",
+        "data.sequence_length=120",
+    )
+    run_ranks(train_rank, 2, cfg)
+    return folder, read_metrics(folder / "metrics.jsonl")[-1]
+
+
+def evaluated(place: Path, output: Path, *options: str, processes: int = 1) -> tuple[dict, list[dict]]:
+    """Results and predictions."""
+    ends = run_ranks(command, processes, ["evaluate", str(place), "--output", str(output), *options])
+    assert all(code == 0 for code, _ in ends), ends
+    lines = (output / "predictions.jsonl").read_text().splitlines()
+    return json.loads((output / "results.json").read_text()), [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_those_of_training_and_of_generated_answers(layout, trained, tmp_path):
+    folder, line = trained
+    decodes = layout in ("", "processes=2", "tp=2")
+    options = ["--metric", "accuracy,vqa"] if decodes else []
+    options += ["--processes", "2"] if layout == "processes=2" else ["--layout", layout] if layout else []
+    results, predictions = evaluated(folder, tmp_path, *options, processes=LAYOUTS[layout])
+    values = results["metrics"]
+    for prefix in ("eval/letters/", "test/"):
+        loss, exact_match = line[f"{prefix}loss"], line[f"{prefix}exact_match"]
+        exact = layout in ("", "run")
+        assert values[f"{prefix}loss"] == (loss if exact else pytest.approx(loss, rel=1e-6))
+        assert values[f"{prefix}exact_match"] == exact_match and values[f"{prefix}samples"] == 37
+        assert 0 < exact_match < 1
+        if decodes:
+            assert values[f"{prefix}accuracy"] == values[f"{prefix}vqa"] == exact_match
+    assert len(predictions) == 74 and results["sets"]["data.test_shards"]["samples"] == 40
+    for prediction in predictions:
+        scores = prediction["scores"]
+        assert scores["exact_match"] == (prediction["prediction"] == prediction["truth"])
+        assert not decodes or (scores["accuracy"] == scores["exact_match"] and prediction["references"])
+    page = (tmp_path / "report.html").read_text()
+    assert "eval/letters/loss" in page and page.count("data:image/png") > 10
+
+
+@pytest.fixture
+def dialogues(tmp_path) -> str:
+    """A shard with two answered turns in the first sample, and one in the second."""
+    from PIL import Image
+
+    image = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(image, format="PNG")
+    turns = [("human", "<image>Which digit?"), ("gpt", "7"), ("human", "And now <image>?"), ("gpt", "3 and 4")]
+    records = [
+        {"conversations": [{"from": role, "value": text} for role, text in turns], "answers": [["7"], ["3", "4"]]},
+        {"conversations": [{"from": role, "value": text} for role, text in turns[:2]], "answers": ["7", "seven"]},
+    ]
+    members = []
+    for number, record in enumerate(records):
+        members.append((f"{number}.json", json.dumps(record).encode()))
+        members += [
+            (f"{number}.{at}.png", image.getvalue()) for at in range(len(record["answers"]) if not number else 1)
+        ]
+    return str(write_tar(tmp_path / "dialogues" / "a.tar", members).parent)
+
+
+def test_every_turn_is_scored_with_the_true_turns_before_it(trained, dialogues, tmp_path):
+    folder, _ = trained
+    results, lines = evaluated(folder, tmp_path, "--data", dialogues, "--metric", "accuracy")
+    assert [(line["key"], line["turn"], line["prompt"]) for line in lines] == [
+        ("0", 0, "Which digit?"),
+        ("0", 1, "And now <image>?"),
+        ("1", 0, "Which digit?"),
+    ]
+    assert [line["references"] for line in lines] == [["7"], ["3 and 4"], ["7", "seven"]]
+    assert results["sets"]["data.validation_shards"]["references"] == {"turn": 2, "answers": 1}
+    for line in lines:
+        # The generated answer begins like the true one as far as the model predicts it after the true tokens.
+        assert line["scores"]["exact_match"] == (line["prediction"] == line["truth"])
+    _, named = evaluated(folder, tmp_path, "--data", dialogues, "--metric", "accuracy", "--references", "answers")
+    assert [line["references"] for line in named] == [["7"], ["3", "4"], ["7", "seven"]]
+    assert [line["prediction"] for line in named] == [line["prediction"] for line in lines]
+
+
+def _exported(folder: Path, out: Path) -> tuple:
+    from tests.dist.hf.models import make_llava
+
+    make_llava(out)
+    return command(["evaluate", str(out), "--data", str(folder), "--limit", "10", "--output", str(out / "results")])
+
+
+def test_a_directory_of_transformers_is_evaluated_like_a_run_of_it(digits, tmp_path):
+    ((code, text),) = run_ranks(_exported, 1, digits / "held_out", tmp_path / "llava")
+    assert code == 0, text
+    results = json.loads((tmp_path / "llava" / "results" / "results.json").read_text())
+    assert results["settings"]["sequence_length"] % 128 == 0
+    assert results["metrics"]["eval/samples"] == 10 and results["metrics"]["eval/loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--metric", "anl"], "--metric: no metric 'anl'. Did you mean anls?"),
+        (["--split", "tests"], "--split: no set 'tests'. Choose from validation, validation/letters, test"),
+        (["--layout", "run", "--processes", "2"], "--processes: the layout decides the number of processes"),
+        (
+            ["--metric", "vqa", "--references", "replies"],
+            "--references: .*key '000000': replies must be a text or a list",
+        ),
+        (["--data", "nowhere"], "data.validation_shards: .*nowhere"),
+        (["--layout", "tp=3"], "modules.language.layout.tp: "),
+    ],
+)
+def test_errors_name_the_option(options, message, trained, tmp_path):
+    folder, _ = trained
+    ((code, text),) = run_ranks(command, 1, ["evaluate", str(folder), "--output", str(tmp_path), *options])
+    assert code == 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("language_tp", "--layout: no file .*Did you mean language_tp2"),
+        ("tp=two", "--layout: expected NAME=NUMBER, such as tp=2 or images.dp=4, got 'tp=two'"),
+        ("tpp=2", "modules.language.layout.tpp: "),
+        ("audio.tp=2", "modules.audio: --layout names it, but the modules of this model are images, language"),
+        ("language_tp2", "modules.images.layout: missing in --layout language_tp2"),
+    ],
+)
+def test_a_wrong_layout_is_named(layout, message):
+    from mimo_train.config.errors import UserError
+    from mimo_train.evaluation.layouts import with_layout
+    from tests.unit.configs import load
+
+    with pytest.raises(UserError, match=message):
+        with_layout(load("vlm_digits"), layout)
