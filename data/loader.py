@@ -283,7 +283,7 @@ class StepLoader:
         return replace(first, others=tuple(others)) if others else first
 
     def _of_length(self, text: TextSample, planned: int, bad: BadSample | None) -> TextSample:
-        if bad is not None and text.length < planned:
+        if (bad is not None or not text.length) and text.length < planned:  # planned is at least 1 in packed rows
             return replace(text, length=planned)
         if text.length != planned:
             shard, key = self._dataset.locate(text.number)

@@ -98,6 +98,31 @@ def config(demos, folder: Path, name: str, form: str, changes: tuple[str, ...], 
     return config_of(model_name, {model.demo: demos[name][form]}, folder, row, *axes, *changes, *size)
 
 
+def without_token_losses(data_iterator, model):
+    """A forward step of which only the losses of routers have a gradient; it counts tokens, or samples of several
+    answers."""
+    import torch
+
+    from mimo_train.training.step.forward_step import gpt_forward_step
+
+    batch = next(data_iterator)
+    output, _ = gpt_forward_step(_State, iter([batch]), model)
+    mask = batch["loss_mask"]
+    units = torch.tensor(len(batch["sample_numbers"])) if "answers" in batch else mask.sum()
+
+    def loss(output):
+        total = (output.float() * mask).sum()
+        return 0 * total, units.int(), {"lm loss": torch.stack([total.detach(), mask.sum()])}
+
+    return output, loss
+
+
+class _State:
+    """What the shipped forward step takes of the state."""
+
+    task = print  # not called
+
+
 def trained(runs: dict[tuple, tuple[str, object, bool]]) -> dict[tuple, tuple[list[tuple], int]]:
     """Curve of each run (form, config, whether to resume) on this rank, and the items that its encoders got."""
     from mimo_train.config.tasks import TASKS, TaskTraits
@@ -106,7 +131,8 @@ def trained(runs: dict[tuple, tuple[str, object, bool]]) -> dict[tuple, tuple[li
     for key, (form, cfg, resumed) in runs.items():
         # Cross entropy of all answers is the same for one sample with two and two samples.
         TASKS["sft"] = TaskTraits(form="turns" if form == "twice" else form)
-        run, curve, items = Steps(cfg), [], 0
+        step_func = without_token_losses if cfg.llm.num_experts else None
+        run, curve, items = Steps(cfg, step_func), [], 0
         for step in range(STEPS):
             curve += run.train(1)
             for batch in run.session.data.current.microbatches:

@@ -250,6 +250,19 @@ def test_reference_values_follow_the_rows(folder):
                 assert batch["reference"].tolist() == data.reference[rows].tolist()
 
 
+@pytest.mark.parametrize("form", ["turns", "pairs"])
+def test_a_null_answer_that_is_skipped_has_a_place_in_every_row(form, tmp_path):
+    records = [{"caption": None if at == 2 else "abc"} for at in range(4)]
+    if form == "pairs":
+        records = [{"prompt": "q", "chosen": None if at == 2 else "abc", "rejected": "d"} for at in range(4)]
+    write_tar(tmp_path / "s.tar", [(f"{at}.json", json.dumps(each).encode()) for at, each in enumerate(records)])
+    data = opened(tmp_path, form, shuffle=False, skip_null=True)
+    for padding in PADDINGS.values():
+        (step,) = steps(data, padding, size=4, limit=1)
+        learned = sum(int(batch["loss_mask"].sum()) for batch in step.microbatches)
+        assert learned == 3 * (4 if form == "turns" else 6) and not step.bad.any()
+
+
 def test_a_prompt_that_fills_the_sequence_has_no_comparison(tmp_path):
     records = [{"prompt": "q" * length, "chosen": "yes", "rejected": "no"} for length in (4, LENGTH - 4, LENGTH)]
     write_tar(tmp_path / "s.tar", [(f"{at}.json", json.dumps(each).encode()) for at, each in enumerate(records)])
