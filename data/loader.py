@@ -241,6 +241,7 @@ class StepLoader:
                 batch["questions"] = [text.questions for text in texts_of_samples]
             if plan.answers > 1:
                 batch |= self._compared(plan, share, samples, batch["loss_mask"], counts)
+            batch |= self._dataset.tensors_of(batch)
         if media:
             inputs = {module: self._inputs(module, reads) for module, reads in media.items()}
             batch["modality_inputs"] = {

@@ -12,7 +12,7 @@ import torch
 
 from data.order.mixture import Phase
 from data.order.sources import MixedOrder, Source
-from data.order.step import StepSamples, TextSample
+from data.order.step import Microbatch, StepSamples, TextSample
 from data.samples.bad_samples import BadSample, BadSamples
 from data.samples.media_spec import Media, MediaInput
 from data.storage.url import Place
@@ -82,6 +82,10 @@ class Samples(ABC):
     def read_record(self, number: int) -> Any:
         """Return a sample's JSON record, or the columns of its row; None if it has none."""
         return None
+
+    def tensors_of(self, microbatch: Microbatch) -> dict[str, Any]:
+        """Return further tensors of a microbatch of the language model."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

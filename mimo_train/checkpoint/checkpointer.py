@@ -296,12 +296,12 @@ class Checkpointer:
         cfg, layout = self._run.cfg, self._run.layout
         self.set_aside, self.loaded, self.config_changes, self.unread_weights = [], [], "", ""
         if cfg.checkpoint.resume == "auto":
-            folder, self.set_aside = newest_that_loads(self._run.checkpoints, self._continue_from)
+            folder, self.set_aside = newest_that_loads(self._run.checkpoints, self.continue_from)
         else:
             key = "checkpoint.resume"
             folder = chosen_by_first(lambda: folders.chosen(self._run.checkpoints, cfg.checkpoint.resume), key)
             if folder is not None:
-                self._continue_from(folder)
+                self.continue_from(folder)
         if folder is not None:
             if folder.parent == folders.checkpoints_dir(self._run.checkpoints):
                 self.resumed_step = self._train_state.step
@@ -325,7 +325,7 @@ class Checkpointer:
             self._optimizer.reload_model_params()
         return None
 
-    def _continue_from(self, folder: Place) -> None:
+    def continue_from(self, folder: Place) -> None:
         """Load everything from a checkpoint. Collective; see `resume` for errors."""
         cfg, layout = self._run.cfg, self._run.layout
         self._require_none(partial(self._resume_faults, folder))

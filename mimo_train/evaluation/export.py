@@ -95,7 +95,7 @@ def export(
         require_stored(shards, reader, checkpoint)
         require_used(shards, reader, checkpoint, None)
     stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)
-    documents, reason = _documents(run.cfg, built.tokenizer)
+    documents, reason = documents_of(run.cfg, built.tokenizer)
     adapters = {} if merge else _adapters(run.cfg, documents, stored)
     if base_model and len(adapters) != 1:
         reason = f"adapters are for {plural(len(adapters), 'model')} ({', '.join(adapters)})" if adapters else "none"
@@ -140,7 +140,7 @@ def _write(cfg: ConfigContainer, document: Document, *, to: Path, **options: Any
     name_sources(to, [Path(folder) for folder in folders if folder])
 
 
-def _documents(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Document], str]:
+def documents_of(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Document], str]:
     """Return the directories to write, and the reason if there is more than one."""
     rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
     apart = separate(cfg, tokenizer, rows)

@@ -1,11 +1,11 @@
 """Export a checkpoint as a `transformers` directory, on one process, a few tensors at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -61,6 +61,22 @@ class Stored:
         with damage_named(self._folder):
             self._reader.fill(Wanted(shard.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
         return value
+
+
+class WeightSource(Protocol):
+    """The tensors of one module."""
+
+    @property
+    def model(self) -> MegatronModule:
+        """The module."""
+        ...
+
+    tensors: dict[str, torch.Tensor]
+    """Its parameters and stored buffers by name, which provide names and shapes."""
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return the value of a tensor."""
+        ...
 
 
 class Weights:
@@ -156,7 +172,7 @@ def planned_tensors(part: Written, parameters: dict[str, torch.Tensor], dtype: t
     return planned
 
 
-def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def tensors_of(part: Written, source: WeightSource, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield the tensors of a part; those of one group are in memory together."""
     counts, stacks = part.weights.row_counts(), part.weights.stacks()
     for group in groups_of(part.weights):
@@ -182,7 +198,7 @@ def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: d
             continue
         tail = rows.tail or shape[1:]
         if rows.name not in theirs:
-            theirs[rows.name] = torch.empty(counts[rows.name], *tail, dtype=value.dtype)
+            theirs[rows.name] = value.new_empty(counts[rows.name], *tail)
         theirs[rows.name][rows.first : rows.first + rows.count * rows.step : rows.step] = part.reshape(
             rows.count, *tail
         )
@@ -205,7 +221,24 @@ def write_document(
         largest_file: size in bytes.
     """
     sources = {name: Weights(stored, name, merge=merge) for name in document.modules}
-    kind = DTYPES[dtype]
+    planned, values = contents_of(document, sources, DTYPES[dtype])
+    document.write_files(to)
+    write_tensors(to, planned, values, largest_file)
+    if document.is_plain:
+        write_json(to / "config.json", document.config)
+    else:
+        write_config(to, document.config, dtype)
+
+
+def contents_of(
+    document: Document, sources: Mapping[str, WeightSource], kind: torch.dtype
+) -> tuple[list[Planned], Iterator[torch.Tensor]]:
+    """Return the tensors of a directory, and their values in this order.
+
+    Args:
+        sources: by module.
+        kind: dtype of the weights.
+    """
     planned: list[Planned] = []
     for part in document.parts:
         planned += planned_tensors(part, sources[part.module].tensors, kind)
@@ -217,16 +250,11 @@ def write_document(
         (load() for _, load in plain),
         (extra.load().to(extra.dtype or kind) for extra in document.extras),
     )
-    document.write_files(to)
-    write_tensors(to, planned, values, largest_file)
-    if document.is_plain:
-        write_json(to / "config.json", document.config)
-    else:
-        write_config(to, document.config, dtype)
+    return planned, values
 
 
 def tensors_in_our_names(
-    part: Whole, source: Weights, dtype: torch.dtype | None = None
+    part: Whole, source: WeightSource, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Planned, Callable[[], torch.Tensor]]]:
     """Yield tensors by our own names, or as renamed by `Whole.rename`; `dtype` None: as stored."""
     if part.rename is not None:

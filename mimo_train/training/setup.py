@@ -1,6 +1,7 @@
 """Build everything the loop needs from a run: processes, groups, model, optimizer, data, loggers, resume."""
 
 import shlex
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
+from data.samples.protocol import Samples
 from data.samples.shard_dataset import ShardDataset
 from data.storage.url import Place, Url
+from data.text.tokens import Tokenizer
 from data.workers import never
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.checkpoint.frozen_base import loads_every_weight
@@ -115,6 +118,7 @@ def setup(
     start_time: float,
     store: dist.Store | None = None,
     pre_wrap_hook: ModelHook | None = None,
+    samples_of: Callable[[Tokenizer], Samples] | None = None,
 ) -> Session:
     """Build a run, or resume it from its newest checkpoint. Collective over all ranks.
 
@@ -122,6 +126,7 @@ def setup(
         votes: this rank's reasons to exit.
         start_time: start of this job, in seconds since the epoch.
         store: for the rendezvous, instead of the address in the environment.
+        samples_of: makes the samples instead of those of `data.shards`. The session's data then has no step.
 
     Raises:
         UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used, another process uses `run.dir`,
@@ -131,7 +136,7 @@ def setup(
     opened = ExitStack()
     try:
         _claim_folder(run, opened)
-        return _build(run, votes, kind, device, opened, start_time, pre_wrap_hook)
+        return _build(run, votes, kind, device, opened, start_time, pre_wrap_hook, samples_of)
     except BaseException:
         opened.close()
         raise
@@ -145,10 +150,11 @@ def _build(
     opened: ExitStack,
     start_time: float,
     pre_wrap_hook: ModelHook | None,
+    samples_of: Callable[[Tokenizer], Samples] | None,
 ) -> Session:
     RECORDER.to("demo")
     make_demo_shards(run)
-    configured, (run, dataset) = run, with_steps(run)
+    configured, (run, dataset) = run, with_steps(run) if samples_of is None else (run, None)
     cfg, train_state = run.cfg, TrainState()
 
     # Groups and model
@@ -180,6 +186,8 @@ def _build(
     # Samples
     RECORDER.to("index")
     with agreed():
+        if samples_of is not None:
+            dataset = samples_of(parts.tokenizer)
         dataset = build_dataset(cfg, parts.tokenizer) if dataset is None else dataset
     opened.callback(dataset.close)
     padding = padding_of(cfg)
@@ -217,7 +225,7 @@ def _build(
     votes.meet(devices.rendezvous_store())
     dataset.set_phases(mixing.phases)
     with agreed():
-        stops = data_end(run, dataset, train_state)
+        stops = data_end(run, dataset, train_state) if samples_of is None else None
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
     references = References(run, pipeline, train_state, votes.of_evaluations)
@@ -225,7 +233,7 @@ def _build(
     RECORDER.to("loop")
     reading: dict[str, Any] = {
         "consumed": train_state.consumed_train_samples,
-        "steps": (cfg.train.iters if stops is None else stops.step) - train_state.step,
+        "steps": (cfg.train.iters if stops is None else stops.step) - train_state.step if samples_of is None else 0,
         "size_at": run.batch.size_at,
         "gives_up": never if features.prefetch_together else votes.gives_up,
     }

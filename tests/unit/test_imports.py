@@ -29,7 +29,7 @@ LEVELS = (
     {"training.step"},
     {"evaluation", "debug"},
     {"training", "run_dataset"},
-    {"bridge"},
+    {"bridge", "engine"},
     {"preflight"},
     {"commands"},
     {"cli"},

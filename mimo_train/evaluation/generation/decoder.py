@@ -229,6 +229,7 @@ def require_decodable(layout: RunLayout) -> None:
                 f"modules.{name}.layout.{wide}: is {sizes[wide]}, and text is generated with pp=1 cp=1 ep=1. Generate "
                 "with another layout of the checkpoint, which any layout can load"
             )
+    for name, module in layout.modules.items():
         if module.ranks != language.ranks:
             raise UserError(
                 f"placement: modules.{name} is on ranks {module.ranks[0]} to {module.ranks[-1]}, and the language "

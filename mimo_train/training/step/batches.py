@@ -35,6 +35,7 @@ def open_loader(
     steps: int,
     size_at: Callable[[int], int] | None = None,
     padding: Padding | Packing | None = None,
+    workers: int | None = None,
     gives_up: GivesUp = never,
 ) -> StepLoader:
     """Open the loader of this rank for `steps` steps, starting at sample number `consumed`.
@@ -43,6 +44,7 @@ def open_loader(
         size_at: samples of the step that starts at a sample number; default: the full batch.
         padding: padding or packing of a dataset with counted texts; None: samples in order, in rows of
             `data.sequence_length`.
+        workers: reading threads; None: `data.workers`.
         gives_up: see `StepLoader`.
     """
     # Later stages of an encoder read only the sizes of media.
@@ -61,7 +63,7 @@ def open_loader(
         Batching(run.batch.global_batch_size, run.batch.microbatch_samples, size_at, run.batch.replicas, padding),
         readers,
         consumed_samples=consumed,
-        workers=run.cfg.data.workers,
+        workers=run.cfg.data.workers if workers is None else workers,
         limit=steps,
         gives_up=gives_up,
     )

@@ -121,7 +121,7 @@ def _reshard(cfgs: list, trained_pairs: set[tuple[int, int]]) -> tuple[list[tupl
                 continue
             for _, _, value in values(steps):
                 value.fill_(float("nan") if value.is_floating_point() else -1)
-            steps.session.checkpointer._continue_from(folder)
+            steps.session.checkpointer.continue_from(folder)
             compared = wrong = 0
             for key, span, value in values(steps):
                 box = tuple(slice(a, a + n) for a, n in zip(span.offset, span.size, strict=True))

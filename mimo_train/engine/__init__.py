@@ -1,0 +1,1 @@
+"""A model that another program trains and asks for text, for example a framework of reinforcement learning."""
