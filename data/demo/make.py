@@ -1,4 +1,4 @@
-"""Make the shards of the demos from data in scikit-learn: digits, digits and tones, or texts.
+"""Make the shards of the demos from data in scikit-learn: digits, preferences of digits, digits and tones, or texts.
 
 A demo is written into a temporary folder, which is renamed when it is complete. Equal parameters give equal bytes.
 """
@@ -132,7 +132,33 @@ def _write_text(folder: Path, *, shards: int = 1) -> None:
     write_shard(folder / "held_out" / "held_out-000000.tar", ([("txt", text.encode())] for text in held_out))
 
 
-DEMOS: dict[str, Callable[..., None]] = {"digits": _write_digits, "mixed": _write_mixed, "text": _write_text}
+def _write_pairs(
+    folder: Path,
+    *,
+    train_samples: int = 4800,
+    held_out_samples: int = 768,
+    seed: int = 0,
+    shards: int = 4,
+    text_only_fraction: float = 0.1,
+) -> None:
+    """Write right and wrong answers about digits, as pairs of preferences. See `_write_digits`."""
+    from data.demo.samples import load_scans, make_pair
+
+    for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
+        digits = load_scans(part == "held_out")
+
+        def sample_of(_: int, rng: Any, digits: Any = digits) -> DemoSample:
+            return make_pair(digits, rng, text_only_fraction)
+
+        _write_part(folder / part, samples, number, seed, sample_of)
+
+
+DEMOS: dict[str, Callable[..., None]] = {
+    "digits": _write_digits,
+    "digits_pairs": _write_pairs,
+    "mixed": _write_mixed,
+    "text": _write_text,
+}
 
 
 def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: Callable[..., DemoSample]) -> None:
@@ -148,7 +174,11 @@ def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: C
                 # A generator per sample, so that samples do not depend on the number of shards.
                 rng = np.random.default_rng([abs(seed), int(seed < 0), int(held_out), number])
                 sample = sample_of(number, rng)
-                record = _messages(sample.turns) if shard % 2 else _conversations(sample.turns)
+                if sample.rejected:
+                    *prompt, (_, chosen) = sample.turns
+                    record = {"prompt": _messages(prompt)["messages"], "chosen": chosen, "rejected": sample.rejected}
+                else:
+                    record = _messages(sample.turns) if shard % 2 else _conversations(sample.turns)
                 record["sources"] = sample.sources
                 yield [*sample.members, ("json", json.dumps(record).encode())]
 

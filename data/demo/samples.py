@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image
@@ -54,11 +54,13 @@ class Digits:
 
 @dataclass(frozen=True)
 class DemoSample:
-    """A sample: turns (role, text with markers), members (extension, file), and the numbers of its scans."""
+    """A sample: turns (role, text with markers), members (extension, file), the numbers of its scans, and in
+    preferences a wrong last answer."""
 
     turns: list[tuple[str, str]]
     members: list[tuple[str, bytes]]
     sources: list[int]
+    rejected: str = ""
 
 
 def load_scans(held_out: bool) -> Digits:
@@ -92,6 +94,17 @@ def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: fl
     turns = [turn for question, answer in asked for turn in (("user", question), ("assistant", answer))]
     turns[0] = ("user", "<image>\n" + turns[0][1])
     return DemoSample(turns, [(extension, image)], digits.sources[chosen].tolist())
+
+
+def make_pair(digits: Digits, rng: np.random.Generator, text_only_fraction: float) -> DemoSample:
+    """Return a sample of `make_sample` with one question, and a wrong answer to it: another digit, colour or number in
+    the place of one."""
+    sample = make_sample(digits, rng, text_only_fraction)
+    words = sample.turns[-1][1].split()
+    at = int(rng.integers(len(words)))
+    others = [word for word in (_NAMES if words[at] in COLOURS else map(str, range(10))) if word != words[at]]
+    words[at] = others[int(rng.integers(len(others)))]
+    return replace(sample, rejected=" ".join(words))
 
 
 def make_text_sample(rng: np.random.Generator) -> DemoSample:
