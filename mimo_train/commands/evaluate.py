@@ -3,7 +3,8 @@
 import argparse
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from mimo_train.evaluation.metrics import METRICS, require_metrics
 
 if TYPE_CHECKING:
     from mimo_train.evaluation.generation.source import Source
+    from mimo_train.evaluation.open_model import Model
     from mimo_train.inputs.datasets import HeldOutSet
 
 DESCRIPTION = f"""Measures loss and exact match of a model on held-out samples, as training does. Metrics of texts
@@ -59,6 +61,13 @@ def add(commands: Any) -> None:
     )
     add_layout(command)
     option("--batch", type=whole, default=0, metavar="N", help="samples of a microbatch; 0: as in training (default)")
+    option(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="answer the prompts of a JSONL file instead: lines with prompt or messages, and paths of image, video and "
+        "audio; the same command continues after an interruption",
+    )
     option("--output", metavar="DIR", help="folder of the files (default: a new one in RUN/evaluations)")
     option("--predictions", type=Path, metavar="FILE", help="file of the predictions (default: predictions.jsonl)")
     add_sampling(command)
@@ -77,6 +86,10 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     args.metric = [name for text in args.metric for name in text.split(",") if name]
     require_metrics(args.metric)
+    if args.prompts:
+        options = ("data", "split", "limit", "metric", "references", "batch")
+        if given := [f"--{name}" for name in options if getattr(args, name)]:
+            raise UserError(f"--prompts: answers prompts and measures no samples. Leave out {', '.join(given)}")
     if args.layout and args.processes:
         raise UserError("--processes: the layout decides the number of processes. Remove one of them")
     started = int(os.environ.get("WORLD_SIZE") or 1)
@@ -88,15 +101,18 @@ def _evaluate(args: argparse.Namespace) -> int:
         micro_batch_size=args.batch,
         merge=False,
     )
-    cfg = with_data(source.cfg, args.data)
-    if source.is_directory and not args.data:
-        raise UserError(f"--data: {source.folder} is a model without data. Give shards, or a config with held-out sets")
-    sets = chosen_sets(cfg, args.split, args.limit)
+    cfg, sets = source.cfg, []
+    if not args.prompts:
+        if source.is_directory and not args.data:
+            raise UserError(f"--data: {source.folder} is a model without data. Give shards, or a config with such sets")
+        cfg = with_data(cfg, args.data)
+        sets = chosen_sets(cfg, args.split, args.limit)
     output = Path(args.output) if args.output else output_folder(source.run_dir, source.folder.name)
     cfg = replace(cfg, run=replace(cfg.run, dir=str(output)))
     is_rank = started > 1 or nodes_of(os.environ).ranks is not None
     if not is_rank:
-        _make_demo(cfg.data)
+        if sets:
+            _make_demo(cfg.data)
         if resolve(cfg).layout.world_size > 1:
             return launch_command([*args.argv, "--output", str(output)], cfg, output)
     return _rank(args, replace(source, cfg=cfg), sets)
@@ -121,7 +137,10 @@ def _rank(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]") 
 
     adopt_torch()
     try:
-        _measure(args, source, sets, output)
+        if args.prompts:
+            _answer(args, source, output)
+        else:
+            _measure(args, source, sets, output)
     except BaseException as error:
         if not several or not dist.is_initialized():
             raise
@@ -134,12 +153,45 @@ def _rank(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]") 
     return 0
 
 
+@contextmanager
+def _opened(source: "Source") -> "Iterator[Model]":
+    """The model on this rank, which is watched if there are several. All ranks end together."""
+    import torch.distributed as dist
+
+    from mimo_train.evaluation.open_model import build_model_of
+    from mimo_train.launch.rank_monitor import watched
+
+    model = build_model_of(source)
+    with watched(model.run) if dist.get_world_size() > 1 else nullcontext():
+        yield model
+        dist.barrier()
+
+
+def _answer(args: argparse.Namespace, source: "Source", output: Path) -> None:
+    import torch.distributed as dist
+
+    from mimo_train.evaluation.answerer import Answerer, answer_prompts
+    from mimo_train.evaluation.prompt_file import PromptFile
+    from mimo_train.logging.console import progress_bar
+
+    file, out = PromptFile(args.prompts), args.predictions or output / "predictions.jsonl"
+    sampling = sampling_of(args)
+    facts = {"checkpoint": str(source.folder), "max_new_tokens": args.max_new_tokens, **asdict(sampling)}
+    with _opened(source) as model:
+        answerer = Answerer(model, sampling, args.max_new_tokens)
+        continues = not source.cfg.encoders and model.tokenizer.template.is_own
+        first = dist.get_rank() == 0
+        with closing(progress_bar("answers", len(file.records), "prompts", first)) as bar:
+            answer_prompts(file, answerer, out, facts, continues=continues, progress=bar.add)
+        if first:
+            print(f"answers: {out}", flush=True)
+
+
 def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]", output: Path) -> None:
     import torch.distributed as dist
 
     from mimo_train.evaluation.data_choice import fitting_length
     from mimo_train.evaluation.evaluate import Settings, evaluate
-    from mimo_train.evaluation.open_model import build_model_of
     from mimo_train.evaluation.results import Results
 
     start, cfg = time.monotonic(), source.cfg
@@ -148,12 +200,7 @@ def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]
         source = replace(source, cfg=replace(cfg, data=replace(cfg.data, sequence_length=length)))
     sampling = sampling_of(args)
     settings = Settings(args.metric, args.references, sampling, args.max_new_tokens)
-    with ExitStack() as stack:
-        model = build_model_of(source)
-        if dist.get_world_size() > 1:
-            from mimo_train.launch.rank_monitor import watched
-
-            stack.enter_context(watched(model.run))
+    with _opened(source) as model:
         facts = {
             "checkpoint": str(source.folder),
             "settings": {
@@ -174,5 +221,3 @@ def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]
             for name, value in results.values.items():
                 print(f"{name:28} {value:.6g}")
             print(f"results: {output}", flush=True)
-        if dist.get_world_size() > 1:
-            dist.barrier()

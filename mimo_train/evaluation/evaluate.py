@@ -3,27 +3,20 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import batched, chain
 from typing import Any
 
 import torch.distributed as dist
 
 from data.samples.protocol import Samples
 from mimo_train.config.errors import UserError
-from mimo_train.config.parts import LANGUAGE
-from mimo_train.evaluation.generation.answers import Answers
-from mimo_train.evaluation.generation.decoder import Decoder
+from mimo_train.evaluation.answerer import Answerer
 from mimo_train.evaluation.generation.options import Sampling
-from mimo_train.evaluation.generation.prompts import Prompts
 from mimo_train.evaluation.held_out import HeldOut, writes_text
 from mimo_train.evaluation.metrics import require_metrics, score_each
 from mimo_train.evaluation.open_model import Model
-from mimo_train.evaluation.turns import References, turn_prompts
+from mimo_train.evaluation.turns import References
 from mimo_train.inputs.datasets import HeldOutSet
-from mimo_train.logging.console import CountBar
-
-_BATCHES = 8
-"""Batches of prompts that are sorted by length together."""
+from mimo_train.logging.console import progress_bar
 
 
 @dataclass(frozen=True)
@@ -36,8 +29,6 @@ class Settings:
     """See `References`."""
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 64
-    batch_size: int = 16
-    """Prompts that are decoded together."""
 
 
 @dataclass
@@ -51,53 +42,6 @@ class Evaluated:
     """A prediction for each answered turn, in the order of the samples."""
     references: dict[str, int]
     """See `References.counts`."""
-
-
-class Answerer:
-    """Generates texts on every replica of a model."""
-
-    def __init__(self, model: Model, settings: Settings):
-        """Raises UserError if the layout of the model cannot decode."""
-        answers = Answers(
-            model.cfg,
-            Decoder(model.pipeline),
-            model.tokenizer,
-            settings.sampling,
-            settings.max_new_tokens,
-            settings.batch_size,
-        )
-        self.answers, self.prompts = answers, Prompts(model.cfg, model.tokenizer)
-        self.group = model.pipeline.groups.collections[LANGUAGE].dp
-        self._batch_size = settings.batch_size
-
-    def share[Item](self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return the items of this rank's replica."""
-        return items[self.group.rank() :: self.group.size()]
-
-    def gather[Value](self, values: Any) -> list[Any]:
-        """Return the values of all replicas. Collective."""
-        of_replicas: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(of_replicas, values, group=self.group)
-        return of_replicas
-
-    def of_turns(
-        self, dataset: Samples, turns: dict[int, list[int]], progress: Callable[[int], None]
-    ) -> dict[tuple[int, int], str]:
-        """Return the answers to turns, by sample number and turn. Collective over the replicas.
-
-        Args:
-            turns: answered turns of each sample.
-        """
-        texts: dict[tuple[int, int], str] = {}
-        numbers = self.share(list(turns))
-        of_samples = (turn_prompts(dataset, self.prompts, number, turns[number]) for number in numbers)
-        for chunk in batched(chain.from_iterable(of_samples), _BATCHES * self._batch_size):
-            # Numbers of draws, so that a seed draws the same texts at every layout.
-            draws = [(each.number << 10) + each.turn for each in chunk]
-            answers = self.answers.batch([each.prompt for each in chunk], draws)
-            texts |= {(each.number, each.turn): answer.text for each, answer in zip(chunk, answers, strict=True)}
-            progress(len(chunk) * self.group.size())
-        return {key: text for part in self.gather(texts) for key, text in part.items()}
 
 
 def evaluate(
@@ -117,27 +61,23 @@ def evaluate(
     text, logs = writes_text(pipeline), dist.get_rank() == model.run.layout.logging_rank
     if settings.metrics and not text:
         raise UserError("--metric: the model ends in a head of its own, and no logits of the vocabulary. Leave it out")
-    answerer = Answerer(model, settings) if settings.metrics else None
+    answerer = Answerer(model, settings.sampling, settings.max_new_tokens) if settings.metrics else None
     for of in sets:
         held_out = HeldOut(model.run, pipeline, model.tokenizer, of=of, writes_text=text)
         try:
-            with closing(_bar(f"evaluation of {of.key}", held_out.samples, "samples", logs)) as bar:
+            with closing(progress_bar(f"evaluation of {of.key}", held_out.samples, "samples", logs)) as bar:
                 values, entries = held_out.measure(step_func, bar.add)
             texts: dict[tuple[int, int], str] | None = None
             if answerer is not None:
                 turns: dict[int, list[int]] = {}
                 for entry in entries:
                     turns.setdefault(entry["number"], []).append(entry["turn"])
-                with closing(_bar(f"answers to {of.key}", len(entries), "prompts", logs)) as bar:
+                with closing(progress_bar(f"answers to {of.key}", len(entries), "prompts", logs)) as bar:
                     texts = answerer.of_turns(held_out.dataset, turns, bar.add)
             if logs:
                 yield of, _scored(held_out, values, entries, texts, settings)
         finally:
             held_out.dataset.close()
-
-
-def _bar(what: str, total: int, unit: str, shows: bool) -> CountBar:
-    return CountBar(what, total, unit) if shows else CountBar(what, total, unit, write=lambda text: None)
 
 
 def _scored(

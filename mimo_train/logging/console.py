@@ -252,3 +252,8 @@ class CountBar:
         """End the bar."""
         if self._bar is not None:
             self._bar.stop()
+
+
+def progress_bar(what: str, total: int, unit: str, shows: bool) -> CountBar:
+    """Return a count with the remaining time; it shows nothing unless `shows`."""
+    return CountBar(what, total, unit) if shows else CountBar(what, total, unit, write=lambda text: None)

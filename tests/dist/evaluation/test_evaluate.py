@@ -114,6 +114,50 @@ def test_every_turn_is_scored_with_the_true_turns_before_it(trained, dialogues, 
     assert [line["prediction"] for line in named] == [line["prediction"] for line in lines]
 
 
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    """A file with four prompts, three of them with an image."""
+    from PIL import Image
+
+    for name, colour in (("a", "white"), ("b", "black")):
+        Image.new("RGB", (16, 16), colour).save(tmp_path / f"{name}.png")
+    lines = [{"prompt": "Hello?", "id": 7}, *({"prompt": "Which digit?", "image": f"{name}.png"} for name in "aba")]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_prompts_of_a_file_are_answered_in_order_and_continued(trained, prompts, tmp_path):
+    folder, _ = trained
+    asked = [json.loads(line) for line in prompts.read_text().splitlines()]
+
+    def answers(name: str, *options: str, processes: int = 1) -> list[dict]:
+        out = tmp_path / name
+        arguments = ["evaluate", str(folder), "--prompts", str(prompts), "--predictions", str(out), *options]
+        ends = run_ranks(command, processes, [*arguments, "--max-new-tokens", "6", "--output", str(tmp_path / "logs")])
+        assert all(code == 0 for code, _ in ends), ends
+        assert not out.with_name(f"{name}.partial").exists()
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    alone = answers("alone.jsonl")
+    assert [{key: line[key] for key in record} for line, record in zip(alone, asked, strict=True)] == asked
+    assert all(line["prediction"] for line in alone)
+    assert answers("two.jsonl", "--processes", "2", processes=2) == alone
+    drawn = ("--temperature", "2", "--seed", "5")
+    assert answers("drawn.jsonl", *drawn) == answers("drawn2.jsonl", *drawn, "--processes", "2", processes=2) != alone
+
+    # An interrupted command leaves its lines; the same command keeps them, and another one does not.
+    import hashlib
+
+    checkpoint = str(folder / "checkpoints" / "step_00000040")
+    facts = {"checkpoint": checkpoint, "max_new_tokens": 6, "seed": None, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    identity = hashlib.sha256(prompts.read_bytes() + json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "again.jsonl.partial").write_text(f'{identity}\n{{"prediction": "kept"}}\n{{"cut off')
+    assert answers("again.jsonl") == [{"prediction": "kept"}, *alone[1:]]
+    (tmp_path / "other.jsonl.partial").write_text(f'{identity[::-1]}\n{{"prediction": "kept"}}\n')
+    assert answers("other.jsonl") == alone
+
+
 def _exported(folder: Path, out: Path) -> tuple:
     from tests.dist.hf.models import make_llava
 
@@ -140,6 +184,7 @@ def test_a_directory_of_transformers_is_evaluated_like_a_run_of_it(digits, tmp_p
             "--references: .*key '000000': replies must be a text or a list",
         ),
         (["--data", "nowhere"], "data.validation_shards: .*nowhere"),
+        (["--prompts", "x.jsonl", "--metric", "vqa"], "--prompts: answers prompts .* Leave out --metric"),
         (["--layout", "tp=3"], "modules.language.layout.tp: "),
     ],
 )

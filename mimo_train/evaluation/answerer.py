@@ -1,0 +1,120 @@
+"""Texts that the replicas of a model generate: answers to the turns of samples, and to the prompts of a file."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import batched, chain
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from data.samples.protocol import Samples
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.evaluation.generation.answers import Answers
+from mimo_train.evaluation.generation.decoder import Decoder
+from mimo_train.evaluation.generation.options import Sampling
+from mimo_train.evaluation.generation.prompts import Prompts
+from mimo_train.evaluation.open_model import Model
+from mimo_train.evaluation.prompt_file import PromptFile
+from mimo_train.evaluation.turns import turn_prompts
+
+CHUNK = 128
+"""Prompts of a replica that are sorted by length together."""
+
+
+class Answerer:
+    """Generates texts on every replica of a model."""
+
+    def __init__(self, model: Model, sampling: Sampling, max_new_tokens: int):
+        """Raises UserError if the layout of the model cannot decode."""
+        self.answers = Answers(model.cfg, Decoder(model.pipeline), model.tokenizer, sampling, max_new_tokens)
+        self.prompts = Prompts(model.cfg, model.tokenizer)
+        self.group = model.pipeline.groups.collections[LANGUAGE].dp
+
+    def share[Item](self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return the items of this rank's replica."""
+        return items[self.group.rank() :: self.group.size()]
+
+    def gather[Value](self, values: Any) -> list[Any]:
+        """Return the values of all replicas. Collective."""
+        of_replicas: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(of_replicas, values, group=self.group)
+        return of_replicas
+
+    def of_turns(
+        self, dataset: Samples, turns: dict[int, list[int]], progress: Callable[[int], None]
+    ) -> dict[tuple[int, int], str]:
+        """Return the answers to turns, by sample number and turn. Collective over the replicas.
+
+        Args:
+            turns: answered turns of each sample.
+        """
+        texts: dict[tuple[int, int], str] = {}
+        numbers = self.share(list(turns))
+        of_samples = (turn_prompts(dataset, self.prompts, number, turns[number]) for number in numbers)
+        for chunk in batched(chain.from_iterable(of_samples), CHUNK):
+            # Numbers of draws, so that a seed draws the same texts at every layout.
+            draws = [(each.number << 10) + each.turn for each in chunk]
+            answers = self.answers.batch([each.prompt for each in chunk], draws)
+            texts |= {(each.number, each.turn): answer.text for each, answer in zip(chunk, answers, strict=True)}
+            progress(len(chunk) * self.group.size())
+        return {key: text for part in self.gather(texts) for key, text in part.items()}
+
+
+def answer_prompts(
+    file: PromptFile,
+    answerer: Answerer,
+    out: Path,
+    facts: Mapping[str, Any],
+    *,
+    continues: bool,
+    progress: Callable[[int], None],
+) -> None:
+    """Write each record with its `prediction` to `out`, in order. Collective over all ranks, which are replicas.
+
+    The answers so far are in a file next to it. The same command continues from there.
+
+    Args:
+        facts: what the answers depend on besides the prompts.
+        continues: see `PromptFile.prompt`.
+
+    Raises:
+        UserError: see `PromptFile.prompt`; or a prompt leaves no room for an answer.
+        OSError: a file cannot be written.
+    """
+    identity = hashlib.sha256(file.raw + json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    partial, is_first = out.with_name(f"{out.name}.partial"), dist.get_rank() == 0
+    lines = _lines_so_far(partial, identity) if is_first else []
+    begin: list[Any] = [len(lines)]
+    dist.broadcast_object_list(begin, src=0)
+    progress(begin[0])
+    chunk = CHUNK * answerer.group.size()
+    for first in range(begin[0], len(file.records), chunk):
+        numbers = range(first, min(first + chunk, len(file.records)))
+        own = answerer.share(numbers)
+        prompts = [file.prompt(at, answerer.prompts, continues) for at in own]
+        answers = dict(zip(own, answerer.answers.batch(prompts, own), strict=True))
+        all_answers = {at: answer for part in answerer.gather(answers) for at, answer in part.items()}
+        for at in numbers if is_first else ():
+            answer = all_answers[at]
+            cut = {"cut": answer.cut} if answer.cut else {}
+            lines.append(json.dumps(file.records[at][1] | {"prediction": answer.text} | cut) + "\n")
+        if is_first:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("w") as stream:
+                stream.write("".join([f"{identity}\n", *lines]))
+        progress(len(numbers))
+    if is_first:
+        partial.write_text("".join(lines))
+        os.replace(partial, out)
+
+
+def _lines_so_far(partial: Path, identity: str) -> list[str]:
+    """Return the complete lines of an interrupted command with the same prompts, model and settings."""
+    try:
+        first, *lines = partial.read_text().splitlines(keepends=True)
+    except (OSError, ValueError):
+        return []
+    return [line for line in lines if line.endswith("\n")] if first.strip() == identity else []
