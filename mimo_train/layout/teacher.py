@@ -49,13 +49,16 @@ def teacher_run(run: Run, model: ConfigContainer) -> Run:
         )
         for name, module in model.modules.items()
     }
-    data = replace(cfg.data, **{name: getattr(model.data, name) for name in TEXT_KEYS})
+    length = cfg.distill.sequence_length or cfg.data.sequence_length
+    texts = {name: getattr(model.data, name) for name in TEXT_KEYS}
+    pack_length = max(cfg.data.pack_length, length) if cfg.data.pack_length else 0
+    data = replace(cfg.data, **texts, sequence_length=length, pack_length=pack_length)
     teacher = replace(
         model,
         run=replace(cfg.run, seed=model.run.seed),  # of weights that a checkpoint leaves out
         modules=modules,
         placement=replace(_placement(cfg, model), ranks_per_node=cfg.placement.ranks_per_node),
-        data=replace(data, sequence_length=cfg.distill.sequence_length or data.sequence_length),
+        data=data,
         train=replace(cfg.train, task=SFT, micro_batch_size=micro, fp8="none", compile="none", recompute="none"),
         preference=cfg.preference,
         optim=cfg.optim,

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from mimo_train.config.schema_mix import source_names
 from mimo_train.training.tasks.base import LossOutput, Task
+from mimo_train.training.tasks.sft import masked_token_loss
 
 
 class Distill(Task):
@@ -19,8 +21,11 @@ class Distill(Task):
     def loss(self, batch: Mapping[str, Any], groups: ProcessGroupCollection, output: torch.Tensor) -> LossOutput:
         """Return the loss of a microbatch; `output` [2, B, C] has cross entropy and divergence, see `Lesson`."""
         distill, mask = self.cfg.distill, batch["loss_mask"].float()
-        cross_entropy, divergence = (output.float() * mask).flatten(1).sum(1)
-        loss = distill.weight * distill.temperature**2 * divergence + (1 - distill.weight) * cross_entropy
-        sums = {"loss": loss, "kl": divergence, "lm loss": cross_entropy}
-        tokens = mask.sum()
-        return loss, tokens.to(torch.int), {name: torch.stack([sum_.detach(), tokens]) for name, sum_ in sums.items()}
+        cross_entropy, divergence = output.float()
+        losses = distill.weight * distill.temperature**2 * divergence + (1 - distill.weight) * cross_entropy
+        names = source_names(self.cfg.data.mix)
+        loss, tokens, report = masked_token_loss(mask, losses, sources=batch.get("sources"), names=names)
+        report["loss"] = report["lm loss"]
+        for name, values in (("kl", divergence), ("lm loss", cross_entropy)):
+            report[name] = torch.stack([(values.detach() * mask).sum(), mask.sum()])
+        return loss, tokens, report
