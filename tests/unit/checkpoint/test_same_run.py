@@ -22,6 +22,7 @@ from mimo_train.checkpoint.resume.same_run import config_changes, resume_faults,
 from mimo_train.config import compose
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
+from mimo_train.config.schema_distill import DistillConfig
 from mimo_train.config.schema_mix import SourceConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
@@ -30,20 +31,31 @@ from tests.unit.configs import changed, load
 from tests.unit.data.text.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
 
 SECTIONS = {"data": DataConfig, "modules": ModuleConfig, "train": TrainConfig, "optim": OptimConfig}
+SECTIONS |= {"distill": DistillConfig}
 SAID = {
     "data": {
         *("sequence_length", "bounds", "exhausted", "mix_schedule"),
-        *("validation_shards", "validation", "test_shards", "split"),
+        *("validation_shards", "validation", "test_shards", "test", "split"),
     },
     "modules": {"freeze", "implementation", "optim"},
     "train": {
-        *("iters", "epochs", "global_batch_size", "rampup_batch_size", "skip_iters", "loss_weights", "precision"),
+        *(
+            "task",
+            "iters",
+            "epochs",
+            "global_batch_size",
+            "rampup_batch_size",
+            "skip_iters",
+            "loss_weights",
+            "precision",
+        ),
         *("eval_samples", "callbacks", "forward_step", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     },
     "optim": {
         *("name", "lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
         *("loss_scale", "initial_loss_scale", "loss_scale_window"),
     },
+    "distill": {"teacher", "sequence_length", "weight", "temperature", "top_k"},
 }
 """Keys by section that change numbers, and are said. A key of no table is a decision that was not made."""
 
