@@ -123,8 +123,8 @@ def _count_texts(cfg: Any, workers: int) -> int:
     assert dataset.lengths is not None
     tokens = dataset.lengths.reshape(-1)  # of every answer
     print(
-        f"{counted} of {plural(len(tokens), 'text')} counted now; tokens of a text: {tokens.mean():.1f} on average, "
-        f"longest {tokens.max()}, of data.sequence_length {cfg.data.sequence_length}"
+        f"{dataset.answers * counted} of {plural(len(tokens), 'text')} counted now; tokens of a text: "
+        f"{tokens.mean():.1f} on average, longest {tokens.max()}, of data.sequence_length {cfg.data.sequence_length}"
     )
     return 0
 

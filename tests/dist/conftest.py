@@ -14,6 +14,14 @@ def digits(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def pairs(digits, tmp_path_factory) -> Path:
+    """Samples of the digits demo as pairs of answers."""
+    from tests.dist.pairs import write_pairs
+
+    return write_pairs(min((digits / "train").glob("*.tar")), tmp_path_factory.mktemp("pairs"))["pairs"]
+
+
+@pytest.fixture(scope="session")
 def prose(tmp_path_factory) -> Path:
     """The prose demo."""
     from data.demo.make import make_demo

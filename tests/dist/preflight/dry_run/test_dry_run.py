@@ -36,6 +36,8 @@ RUNS = {
                                                   f"{LANGUAGE}dp=2", HALF)),
     "adapters": ("vlm_digits", 1, ("modules.language.lora.rank=4", f"{LANGUAGE}tp=2", HALF)),
     "packed": ("vlm_digits", 1, ("layout=two_processes", "data.pack=true", HALF, EVALUATED)),
+    "pairs": ("vlm_digits", 1, ("layout=two_processes", "train.task=dpo", "data.pack=true", HALF,
+                                "data.validation_shards={demo}/train")),
     "fp16": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2", "train.precision=fp16")),
     "fp32": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2",)),
     "overlap, recompute": ("gpt_tiny", 0, (f"{LANGUAGE}dp=4", FEW, "train.recompute=full", HALF,
@@ -57,7 +59,7 @@ MEANT = ("mimo_train/optim/module_optimizer.py", "mimo_train/logging/stopwatch.p
          "mimo_train/training/log.py")  # fmt: skip
 """Where the host waits for the device in a step that is logged: gradient norms; times; the numbers of the log, and the
 loss scale of fp16."""
-DEFAULT = ("cp, tp, packed", "experts", "interleaved", "shared, fp16", "a family's options")
+DEFAULT = ("cp, tp, packed", "experts", "interleaved", "shared, fp16", "a family's options", "pairs")
 DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 
 
@@ -81,12 +83,12 @@ def _dry(run, rank: int, fault: str = ""):
 @pytest.mark.parametrize("name", RUNS if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT)
 def test_a_rank_trains_and_evaluates_as_on_a_gpu(name, request, tmp_path):
     config_name, rank, overrides = RUNS[name]
-    demo = request.getfixturevalue(DEMOS[config_name])
+    demo = request.getfixturevalue(name if name == "pairs" else DEMOS[config_name])
     run = resolve(config(config_name, tmp_path, demo, *(each.format(demo=demo) for each in overrides)))
     (found,) = run_ranks(_dry, 1, run, rank)
     assert not hasattr(found, "what"), found.what + found.trace
     assert found.device == "cuda" and found.flops
-    assert found.evaluated == (EVALUATED in overrides)
+    assert found.evaluated == any("validation_shards" in each for each in overrides)
     assert sum(found.categories.values()) == found.peak > 0
     # `train.rerun` looks at every loss.
     assert name == "rerun" or not found.waits_inside, found.waits_inside
