@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 
 def trainer_of(task: str) -> tuple[Any, Any, dict[str, Any]]:
     """Return (trainer class, config class, arguments) of a task."""
+    if task == "reward":
+        from trl import RewardConfig, RewardTrainer
+
+        return RewardTrainer, RewardConfig, {"disable_dropout": True}
     if task == "kto":
         from trl import KTOConfig, KTOTrainer
 
@@ -46,10 +50,11 @@ def main(task: str, model: str, records: str, steps: int, pairs: int, out: str) 
     """Train, and write the metrics of each step."""
     trainer_class, config_class, arguments = trainer_of(task)
     microbatch = 1 if task == "orpo" else pairs
+    arguments |= {} if task == "reward" else {"beta": 0.1}
+    model_class = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
     config = config_class(
         **arguments,
         output_dir=f"{out}.run",
-        beta=0.1,
         max_steps=steps,
         max_length=None,
         per_device_train_batch_size=microbatch,
@@ -76,7 +81,7 @@ def main(task: str, model: str, records: str, steps: int, pairs: int, out: str) 
     with open(records) as file:
         rows = [json.loads(line) for line in file]
     trainer = trainer_class(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager"),
+        model_class.from_pretrained(model, dtype=torch.float32, attn_implementation="eager"),
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(model),

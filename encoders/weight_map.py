@@ -59,6 +59,8 @@ class WeightMap:
     copies: tuple[tuple[str, str], ...] = ()
     """Tensors that a directory may have as a copy of another: (copy, the other), by names of the map. No parameter uses
     a copy, and an export omits it."""
+    dropped: tuple[str, ...] = ()
+    """Tensors that a directory may have and that the model does not use, by names of the map. An export omits them."""
     prefixes: tuple[Spelling, ...] = ("",)
     """Possible spellings of the names, by the class and version of `transformers` that saved the directory. An export
     writes the first."""
@@ -88,6 +90,7 @@ class WeightMap:
             carried=self.carried + other.carried,
             sinusoids=self.sinusoids + other.sinusoids,
             copies=self.copies + other.copies,
+            dropped=self.dropped + other.dropped,
         )
 
     def stacks(self) -> dict[str, tuple[int, ...]]:

@@ -110,6 +110,7 @@ class ConfigContainer(Section):
         yield from self.placement.faults()
         yield from self.launch.faults()
         yield from self._nothing_to_train()
+        yield from self._value_head_faults()
         yield from self.data.faults()
         yield from self.train.faults()
         yield from self.preference.faults(self.train.task, self.traits)
@@ -125,6 +126,18 @@ class ConfigContainer(Section):
             yield from load.faults(f"checkpoint.load_modules.{name}", name, list(self.modules))
         llm = self.modules[LANGUAGE].llm if LANGUAGE in self.modules else None
         yield from self.log.faults(llm.num_experts if isinstance(llm, LlmSpec) else 0)
+
+    def _value_head_faults(self) -> Iterator[Fault]:
+        if not self.traits.value_head or LANGUAGE not in self.modules:
+            return
+        if isinstance(self.language.llm, TransformersLlm):
+            text = f"is {self.train.task}, but modules.{LANGUAGE} is a class of transformers, which gets no value head"
+            yield Fault("train.task", f"{text}. Choose a model type with layers of ours, or another task")
+        if "llm" in self.language.freeze:
+            text = (
+                f"freezes the value head of train.task={self.train.task} too. Freeze [embedding.*, decoder.*] instead"
+            )
+            yield Fault(f"modules.{LANGUAGE}.freeze", text)
 
     def _nothing_to_train(self) -> Iterator[Fault]:
         """Yield the fault of a run whose first step trains nothing. Parts are only unfrozen during a run, so later

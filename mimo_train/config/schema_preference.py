@@ -25,6 +25,9 @@ class PreferenceConfig(Section):
     undesirable_weight: float = key(1.0, at_least=0)
     """Weight of undesirable answers in `kto`."""
 
+    center_rewards: float = key(0.0, at_least=0)
+    """Weight of the squared sum of a pair's rewards in the loss of `reward`, which keeps rewards around 0."""
+
     def faults(self, task: str, traits: TaskTraits) -> Iterator[Fault]:
         """Yield invalid values, and keys that the task `train.task` does not use."""
         yield from value_faults(self, "preference")

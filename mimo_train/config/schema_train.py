@@ -40,7 +40,7 @@ class TrainConfig(Section):
 
     task: str = key("sft", choices=tuple(TASKS))
     """What to learn: `sft` (the answers), a teacher's next tokens (`distill`, see docs/distillation.md), or from
-    preferences `dpo`, `ipo`, `simpo`, `orpo` or `kto`. See docs/preferences.md."""
+    preferences `dpo`, `ipo`, `simpo`, `orpo`, `kto` or `reward`. See docs/preferences.md."""
     iters: int = key(1000, at_least=0)
     """Optimizer steps; 0: as many as `epochs` takes."""
     epochs: float = key(0.0, at_least=0, at_most=1e6, zero_means="iters counts")

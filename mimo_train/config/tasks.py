@@ -32,5 +32,6 @@ TASKS = {
     "simpo": TaskTraits("pairs", keys=("beta", "gamma", "label_smoothing", "sft_weight")),
     "orpo": TaskTraits("pairs", keys=("beta",)),
     "kto": TaskTraits("labels", needs_reference=True, keys=("beta", "desirable_weight", "undesirable_weight")),
+    "reward": TaskTraits("pairs", value_head=True, keys=("center_rewards",)),
 }
 """Tasks by the name of `train.task`."""

@@ -154,6 +154,8 @@ def documents_of(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Docum
 
 def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -> dict[str, list[Adapted]]:
     """Return the adapters of each directory, by its name."""
+    if cfg.traits.value_head and cfg.language.lora.rank:
+        raise UserError("train.task: adapters for peft do not hold a value head. Give --merge, which exports the model")
     adapters: dict[str, list[Adapted]] = {}
     for name, module in cfg.modules.items():
         if not module.lora.rank:

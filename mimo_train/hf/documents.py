@@ -30,7 +30,8 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import MODEL, TEXT_PARTS, TransformersLlm, class_of, transformers_config
 from mimo_train.families.config_json import language_config_json, model_types
-from mimo_train.families.weights import language_map
+from mimo_train.families.weights import HEAD, SCORE, language_map
+from mimo_train.hf.classifier import classifier_config
 from mimo_train.hf.directory import copy_files, has_another_template, hub_names, write_json, write_run_tokenizer
 from mimo_train.hf.fill import Reader
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
@@ -154,21 +155,24 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
         UserError: the directory has other parts next to its language model, whose files rely on another tokenizer.
     """
     source = parts[0].folder
+    directory = read_directory(str(source), parts[0].key)
+    is_composite, composite = composite_of(directory) is not None, composite_of(directory) or Composite("")
+    names, classifier = list(dict.fromkeys(part.module for part in parts)), dict[str, Any]()
+    if LANGUAGE in names and cfg.traits.value_head:
+        classifier = classifier_config("" if is_composite else directory.model_type, tokenizer)
     folder = TensorFolder(source, parts[0].key)
     readers = [Reader(folder, part.weights, part.key) for part in parts]
     written = {spelt(name, part.written.prefixes[0]) for part in parts for name in part.written.row_counts()}
     made = {name for reader in readers for name in reader.read_names}
+    omitted = {name for reader in readers for name in (*reader.copies, *reader.dropped)}
     carried = {}
     for name in folder.tensors:
         new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
-        if name not in made and new not in written and not any(name in reader.copies for reader in readers):
+        if name not in made and new not in written and name not in omitted:
             carried[name] = new
-    directory = read_directory(str(source), parts[0].key)
     config = dict(directory.config)
     if folder.packed:
         config.pop("quantization_config", None)  # an export is not quantised
-    names = list(dict.fromkeys(part.module for part in parts))
-    is_composite, composite = composite_of(directory) is not None, composite_of(directory) or Composite("")
     if LANGUAGE in names:
         config = composite.with_vocabulary(config, cfg.llm.vocab_size)
     other = LANGUAGE in names and has_another_tokenizer(directory, cfg, tokenizer)
@@ -177,6 +181,7 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
     has_other_texts = other or LANGUAGE in names and has_another_template(directory, tokenizer)
     if other:
         config = config | special_ids(tokenizer)
+    config |= classifier
     # transformers 5's spelling of names in memory is the last one of a map.
     loaded = {part.begins: part.weights.prefixes[-1] for part in parts}
     if composite.encoder_loaded is not None:
@@ -268,7 +273,9 @@ def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document
         document = _in_our_names(LANGUAGE, LANGUAGE, LANGUAGE, "", cfg.llm, reason=why_no_family(spec))
     else:
         config = language_config_json(spec, kinds[0]) | special_ids(tokenizer)
-        weights = language_map(spec, rows, kinds[0])
+        weights = language_map(spec, rows, kinds[0], head=SCORE if cfg.traits.value_head else HEAD)
+        if cfg.traits.value_head:
+            config |= classifier_config(kinds[0], tokenizer)
         document = Document(
             LANGUAGE, f"{LANGUAGE} ({kinds[0]})", config, [Written(LANGUAGE, weights, transposed=weights.transposed)]
         )

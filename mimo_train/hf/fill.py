@@ -105,7 +105,9 @@ class Reader(MatchedPart):
     def _mismatch(self, name: str, parameter: torch.Tensor, cut: Cut) -> str:
         rule = self._rules[name]
         rows = sum(last - first for first, last in cut.ranges(sum(rows.count for rows in rule.rows)))
-        named = next(rows for rows in rule.rows if rows.name)
+        named = next((rows for rows in rule.rows if rows.name), None)
+        if named is None:  # all is drawn
+            return ""
         width = prod(named.stack[2:] if named.stack else self._stored_shape(named.name)[1:])
         first, last = cut.columns(width) or (0, width)
         width = last - first

@@ -111,6 +111,8 @@ def _projectors_come_along(cfg: ConfigContainer) -> bool:
 
 def require_llava(cfg: ConfigContainer) -> None:
     """Require that a run's parts form a LLaVA. Raises NoLlava if they do not."""
+    if cfg.traits.value_head:
+        raise NoLlava(f"train.task={cfg.train.task} ends in a value head, and LLaVA has none")
     if cfg.llm.mrope_section:
         raise NoLlava("its language model has positions of several axes (mrope_section), and LLaVA's has one")
     if len(cfg.encoders) != 1:

@@ -31,6 +31,7 @@ class MatchedPart:
         spelling: how the directory spells the names of the map.
         stored_names: name in the map -> name in the directory.
         copies: tensors of the directory that must equal another -> name of that.
+        dropped: tensors of the directory that neither the model nor an export has.
         transposed: True if the directory has the matrices of stacks transposed.
 
     Raises:
@@ -50,6 +51,7 @@ class MatchedPart:
         self.stored_names = {name: spelt(name, self.spelling) for name in self._counts}
         copies = {spelt(copy, self.spelling): self.stored_names[other] for copy, other in of.copies}
         self.copies = {copy: other for copy, other in copies.items() if copy in tensors}
+        self.dropped = {spelt(name, self.spelling) for name in of.dropped}
         self._stacks = {self.stored_names[name]: stack for name, stack in of.stacks().items()}
         # A square matrix does not tell.
         self.transposed = of.transposed or any(
@@ -74,10 +76,11 @@ class MatchedPart:
         return set(self.stored_names.values())
 
     def uses(self, name: str) -> bool:
-        """True if a tensor of the directory belongs to this part: read, a copy, or carried along."""
+        """True if a tensor of the directory belongs to this part: read, a copy, dropped, or carried along."""
         return (
             name in self.read_names
             or name in self.copies
+            or name in self.dropped
             or any(fnmatchcase(name, pattern) for pattern in self._carried)
         )
 

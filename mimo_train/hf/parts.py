@@ -15,7 +15,8 @@ from mimo_train.config.pretrained.fill_in import has_projector
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.families.config_json import language_keys
-from mimo_train.families.weights import language_map
+from mimo_train.families.weights import HEAD, SCORE, language_map
+from mimo_train.hf.classifier import ENDS as CLASSIFIER_ENDS
 
 ENCODER, PROJECTOR = "encoders.", "input_projections."
 """Prefixes of an encoder module's parameters."""
@@ -61,8 +62,11 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             config = composite.part(directory.config, name)
             kind, spellings = config["model_type"], composite.spellings(directory.folder, directory.key)
             stored = language_keys(config)["vocab_size"]
+            has_score = any(name.endswith(CLASSIFIER_ENDS) for name in directory.config.get("architectures") or ())
+            heads = (SCORE if has_score else None, SCORE) if cfg.traits.value_head else (HEAD, HEAD)
             weights, written = (
-                language_map(cfg.llm, rows, kind, language_rows).under(*spellings) for language_rows in (stored, 0)
+                language_map(cfg.llm, rows, kind, language_rows, head=head).under(*spellings)
+                for language_rows, head in zip((stored, 0), heads, strict=True)
             )
             parts.append(Part(name, "", weights, written, *place))
             continue

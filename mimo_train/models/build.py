@@ -28,7 +28,7 @@ from mimo_train.models.dense_layer import compile_layers
 from mimo_train.models.encoder_module import EncoderModule, Projector
 from mimo_train.models.fp8 import require_fp8
 from mimo_train.models.freeze import freeze, let_biases_learn, let_recomputed_layers_learn
-from mimo_train.models.heads import ModelHook
+from mimo_train.models.heads import ModelHook, make_value_model
 from mimo_train.models.language_model import SeededGPTModel
 from mimo_train.models.layers import language_layers, layer_spec, projector_submodules
 from mimo_train.models.lora import freeze_base, start_magnitudes
@@ -77,6 +77,8 @@ def build_model(
     require_fp8(cfg, te)
     if not groups.collections:
         return []
+    if cfg.traits.value_head:
+        pre_wrap_hook = _with_value_head(cfg, layout, pre_wrap_hook)
     language_specs = _language_specs(cfg, layout, groups, vocab_size, te, (LANGUAGE, "llm") not in undrawn)
     with warnings.catch_warnings(), drawn_in_parts():
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
@@ -117,6 +119,12 @@ def build_model(
         else:
             model.modality_submodules[name] = wrapped
     return [model]
+
+
+def _with_value_head(cfg: ConfigContainer, layout: RunLayout, hook: ModelHook | None) -> ModelHook:
+    """Return a hook that replaces the output layer by a value head, and calls `hook` afterwards."""
+    replace_head = make_value_model(cfg.llm.hidden_size, layout.language.sp)
+    return (lambda chunks: hook(replace_head(chunks))) if hook else replace_head
 
 
 def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, name: str) -> None:

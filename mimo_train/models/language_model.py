@@ -179,7 +179,10 @@ class SeededGPTModel(GPTModel):
         return decoder_input, table[position_ids[0]], *others
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the loss of every token, [B, S] in nats, from logits [S, B, V], which this changes."""
+        """Return the loss of every token, [B, S] in nats, from logits [S, B, V], which this changes; with a value head,
+        its values."""
+        if not isinstance(self.output_layer, ColumnParallelLinear):
+            return logits[..., 0].T.contiguous()
         padding_V = self._padding(logits)
         if padding_V is not None:
             # Outside of autograd, without a copy: the loss has no gradient where the softmax is 0.

@@ -25,11 +25,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}A:{% endif %}"
 )
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl", "nll_loss")
+FORMS = {"kto": "labels", "reward": "margins"}
+"""Records of a task that does not read pairs alone."""
+OF_REWARD_TRAINER = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, kind: str, labels: int) -> None:
     """On a rank: a tiny Llama whose tokenizer has a chat template."""
-    make_llama(folder)
+    make_llama(folder, kind, num_labels=labels)
     tokenizer = tokenizer_of_bytes()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -39,7 +42,8 @@ def make_model(folder: Path) -> None:
 def folder(tmp_path_factory) -> Path:
     """A model, and records as JSON lines and as shards of a step each: TRL's KL of KTO rotates answers in a step."""
     folder, draw = tmp_path_factory.mktemp("trl"), random.Random(7)
-    run_ranks(make_model, 1, folder / "llama")
+    run_ranks(make_model, 1, folder / "llama", "LlamaForCausalLM", 2)
+    run_ranks(make_model, 1, folder / "reward", "LlamaForSequenceClassification", 1)
 
     def said(role: str, least: int, most: int) -> list[dict]:
         words = [draw.choice(WORDS) for _ in range(draw.randint(least, most))]
@@ -53,7 +57,8 @@ def folder(tmp_path_factory) -> Path:
         {"prompt": pair["prompt"], "completion": pair["chosen" if at % 3 else "rejected"], "label": bool(at % 3)}
         for at, pair in enumerate(pairs)
     ]
-    for name, records in (("pairs", pairs), ("labels", labels)):
+    margins = [pair | {"margin": at % 3 / 2} for at, pair in enumerate(pairs)]
+    for name, records in (("pairs", pairs), ("labels", labels), ("margins", margins)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         for step in range(STEPS):
             of_step = enumerate(records[PAIRS * step : PAIRS * (step + 1)])
@@ -62,19 +67,20 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("task", ["dpo", "ipo", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize("task", ["dpo", "ipo", "simpo", "orpo", "kto", "reward"])
 def test_five_steps_are_trl_s(folder, task):
-    form = "labels" if task == "kto" else "pairs"
+    form, model = FORMS.get(task, "pairs"), folder / ("reward" if task == "reward" else "llama")
     script, out = ROOT / "benchmarks/preferences_trl.py", folder / f"{task}.jsonl"
-    arguments = [task, folder / "llama", folder / f"{form}.jsonl", STEPS, PAIRS, out]
+    arguments = [task, model, folder / f"{form}.jsonl", STEPS, PAIRS, out]
     done = subprocess.run(
         [os.environ["MIMO_TRL"], script, *map(str, arguments)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    theirs = [json.loads(line) for line in out.read_text().splitlines()]
-    run = folder / task
+    entries = [json.loads(line) for line in out.read_text().splitlines()]
+    theirs = [{OF_REWARD_TRAINER.get(name, name): value for name, value in entry.items()} for entry in entries]
+    run = folder / f"run {task}"
     overrides = [
-        f"train.task={task}", f"modules.language.pretrained={folder / 'llama'}", f"data.shards={folder / form}",
+        f"train.task={task}", f"modules.language.pretrained={model}", f"data.shards={folder / form}",
         "data.validation_shards=", "data.demo=", "data.sequence_length=200", "data.shuffle=false", "data.workers=0",
         f"run.dir={run}", "run.device=cpu", f"train.iters={STEPS}", f"train.global_batch_size={PAIRS}",
         f"train.micro_batch_size={PAIRS}", "train.eval_interval=0", "checkpoint.save_interval=0", "optim.lr=1e-3",

@@ -136,7 +136,13 @@ class Answers:
         batch_size: int = 16,
     ):
         """`batch_size` is the most sequences that are decoded together, which the memory of their keys and values
-        bounds."""
+        bounds.
+
+        Raises:
+            UserError: the model ends in a value head.
+        """
+        if cfg.traits.value_head:
+            raise UserError(f"train.task: a model of train.task={cfg.train.task} scores texts and writes none")
         self._decoder, self._tokenizer, self._sampling = decoder, tokenizer, sampling
         self._sequence_length, self._max_new_tokens = cfg.data.sequence_length, max_new_tokens
         self._answered, self._batch_size = 0, batch_size

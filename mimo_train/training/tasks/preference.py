@@ -24,7 +24,7 @@ class PreferenceTask(Task):
 
     def loss(self, batch: Mapping[str, Any], groups: ProcessGroupCollection, output: torch.Tensor) -> LossOutput:
         """Return the sum over the samples of this rank, and their number."""
-        answers = Answers.of(batch, groups, output, needs_reference=self.cfg.traits.needs_reference)
+        answers = self.answers(batch, groups, output)
         counts_N = answers.counts_N
         losses_N, report = self.losses(answers, groups)
         report[LOSS] = losses_N, counts_N
@@ -38,6 +38,10 @@ class PreferenceTask(Task):
             for name, (values, weights) in report.items()
         }
         return total if is_first else total - total.detach(), (is_first * counts_N.sum()).to(torch.int), sums
+
+    def answers(self, batch: Mapping[str, Any], groups: ProcessGroupCollection, output: torch.Tensor) -> Answers:
+        """Return the answers of a microbatch. See `loss` for the arguments."""
+        return Answers.of(batch, groups, output, needs_reference=self.cfg.traits.needs_reference)
 
     @abstractmethod
     def losses(self, answers: Answers, groups: ProcessGroupCollection) -> tuple[torch.Tensor, Report]:
@@ -55,15 +59,8 @@ class PairTask(PreferenceTask):
     def losses(self, answers: Answers, groups: ProcessGroupCollection) -> tuple[torch.Tensor, Report]:
         """Return the losses, and rewards and log-probabilities by TRL's names."""
         losses_N, rewards_NK = self.compare(answers)
-        (chosen, rejected), logps_NK = rewards_NK.unbind(1), answers.logps_NK
-        values = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/accuracies": (chosen > rejected).float(),
-            "rewards/margins": chosen - rejected,
-            "logps/chosen": logps_NK[:, 0],
-            "logps/rejected": logps_NK[:, 1],
-        }
+        logps_NK = answers.logps_NK
+        values = of_rewards(rewards_NK) | {"logps/chosen": logps_NK[:, 0], "logps/rejected": logps_NK[:, 1]}
         if self.sft_weight:
             values["nll_loss"] = -answers.means_NK[:, 0]
             losses_N = losses_N + self.sft_weight * values["nll_loss"]
@@ -72,6 +69,17 @@ class PairTask(PreferenceTask):
     @abstractmethod
     def compare(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of each pair [N], and the rewards of its answers [N, K]."""
+
+
+def of_rewards(rewards_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what is reported of the rewards of pairs, [N] by TRL's names."""
+    chosen, rejected = rewards_NK.unbind(1)
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+    }
 
 
 def logistic_loss(margins: torch.Tensor, label_smoothing: float) -> torch.Tensor:

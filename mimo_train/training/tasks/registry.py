@@ -7,6 +7,7 @@ from mimo_train.training.tasks.dpo import Dpo
 from mimo_train.training.tasks.ipo import Ipo
 from mimo_train.training.tasks.kto import Kto
 from mimo_train.training.tasks.orpo import Orpo
+from mimo_train.training.tasks.reward import Reward
 from mimo_train.training.tasks.sft import Sft
 from mimo_train.training.tasks.simpo import Simpo
 
@@ -18,6 +19,7 @@ CLASSES: dict[str, type[Task]] = {
     "simpo": Simpo,
     "orpo": Orpo,
     "kto": Kto,
+    "reward": Reward,
 }
 """Names of `mimo_train.config.tasks.TASKS`."""
 

@@ -4,11 +4,11 @@ the tests need not import it."""
 from pathlib import Path
 
 TOKENS = 300
-SPREAD = {"LlamaForCausalLM": 0.05, "LlavaForConditionalGeneration": 0.2}
+SPREAD = {"LlamaForCausalLM": 0.05, "LlamaForSequenceClassification": 0.02, "LlavaForConditionalGeneration": 0.2}
 """Of the weights."""
 
 
-def make_llama(folder: Path, **changes) -> None:
+def make_llama(folder: Path, kind: str = "LlamaForCausalLM", **changes) -> None:
     """A language model of odd sizes in several files, with a tokenizer of bytes."""
     from transformers import LlamaConfig
 
@@ -16,7 +16,7 @@ def make_llama(folder: Path, **changes) -> None:
         "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": TOKENS,
         "intermediate_size": 100, "num_hidden_layers": 3, "max_position_embeddings": 512, "tie_word_embeddings": False,
     }  # fmt: skip
-    _save("LlamaForCausalLM", LlamaConfig(**sizes | changes), folder)
+    _save(kind, LlamaConfig(**sizes | changes), folder)
     tokenizer_of_bytes().save_pretrained(folder)
 
 
