@@ -78,6 +78,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     """Start ranks if the layout needs several, or evaluate as one."""
     from data.storage.url import place_of
     from mimo_train.config.pretrained.hub import located
+    from mimo_train.config.tasks import TASKS
     from mimo_train.evaluation.data_choice import chosen_sets, output_folder, with_data
     from mimo_train.evaluation.generation.source import open_source
     from mimo_train.launch.nodes import nodes_of
@@ -101,6 +102,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         micro_batch_size=args.batch,
         merge=False,
     )
+    if TASKS[source.cfg.train.task].value_head:
+        raise UserError(f"CHECKPOINT: {source.folder} is a model with a value head, which gives no text to score")
     cfg, sets = source.cfg, []
     if not args.prompts:
         if source.is_directory and not args.data:
@@ -218,6 +221,4 @@ def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]
             results.add(of.key, evaluated)
         if dist.get_rank() == model.run.layout.logging_rank:
             results.write(output, args.predictions, time.monotonic() - start)
-            for name, value in results.values.items():
-                print(f"{name:28} {value:.6g}")
-            print(f"results: {output}", flush=True)
+            print(results, f"results: {output}", sep="\n", flush=True)

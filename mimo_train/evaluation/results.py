@@ -30,6 +30,16 @@ class Results:
         self._lines: list[dict[str, Any]] = []
         self._cards: list[dict[str, Any]] = []
 
+    def __str__(self) -> str:
+        """Return the metrics, one in a line, and the sets of which only some samples were measured."""
+        lines = [f"{name:28} {value:.6g}" for name, value in self.values.items()]
+        parts = [
+            f"{key}: {of['measured']:,} of {of['samples']:,} samples were measured"
+            for key, of in self._sets.items()
+            if of["measured"] < of["samples"]
+        ]
+        return "\n".join([*lines, *parts])
+
     def add(self, key: str, evaluated: Evaluated) -> None:
         """Take the evaluation of the set that the config key `key` defines."""
         dataset, lines = evaluated.dataset, evaluated.lines
@@ -37,6 +47,7 @@ class Results:
         self._sets[key] = {
             "fingerprint": dataset.fingerprint,
             "samples": len(dataset),
+            "measured": int(next(value for name, value in evaluated.values.items() if name.endswith("samples"))),
             "answers": len(lines),
             "references": evaluated.references,
         }

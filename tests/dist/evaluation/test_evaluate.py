@@ -2,13 +2,18 @@
 
 import io
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.dist.commands import command
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import ROOT, run_ranks
 from tests.dist.runs import USUAL_ADAM, config, train_rank
+from tests.hang import HANG_SECONDS
 from tests.tars import write_tar
 
 LAYOUTS = {"": 1, "processes=2": 2, "tp=2": 2, "run": 2}
@@ -66,13 +71,37 @@ def test_values_are_those_of_training_and_of_generated_answers(layout, trained, 
         assert 0 < exact_match < 1
         if decodes:
             assert values[f"{prefix}accuracy"] == values[f"{prefix}vqa"] == exact_match
-    assert len(predictions) == 74 and results["sets"]["data.test_shards"]["samples"] == 40
+    of_set = results["sets"]["data.test_shards"]
+    assert len(predictions) == 74 and (of_set["samples"], of_set["measured"]) == (40, 37)
     for prediction in predictions:
         scores = prediction["scores"]
         assert scores["exact_match"] == (prediction["prediction"] == prediction["truth"])
         assert not decodes or (scores["accuracy"] == scores["exact_match"] and prediction["references"])
     page = (tmp_path / "report.html").read_text()
     assert "eval/letters/loss" in page and page.count("data:image/png") > 10
+
+
+def test_the_command_starts_its_ranks_and_names_the_one_that_dies(trained, tmp_path):
+    """As a user starts it: the user's metric, found in the working directory, ends its rank."""
+    folder, _ = trained
+    code = """import os, signal
+def deadly(predictions, references):
+    open("scored", "w").write(f"{len(predictions)} {len(references)}")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (tmp_path / "mine.py").write_text(code)
+    options = ["--metric", "mine:deadly", "--split", "test", "--limit", "6", "--processes", "2"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "mimo_train.cli", "evaluate", folder, *options, "--output", tmp_path / "out"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert (tmp_path / "scored").read_text() == "6 6", done.stderr
+    assert done.returncode == 1 and not (tmp_path / "out" / "results.json").exists()
+    assert re.search(r"mimo-train: rank 0 \(process \d+\) was killed by SIGKILL.* All ranks", done.stderr)
 
 
 @pytest.fixture
