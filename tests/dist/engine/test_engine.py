@@ -8,6 +8,7 @@ import pytest
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
+LLM = "modules.language.llm"
 LAYOUTS = {
     # ranks, overrides
     "one": (1, ("layout=one_process",)),
@@ -182,3 +183,41 @@ def test_an_engine_is_the_run_of_its_config_at_any_layout(digits, tmp_path):
             assert weights.keys() == files.keys()
             assert all(abs(files[name] - weights[name]).max() < 1e-5 for name in files), layout
             assert answers == (one[4] if layout != "pp2" else []), layout
+
+
+def scored(cfg) -> tuple[list, dict]:
+    """Log-probabilities of answers to texts, and the report of a step on them."""
+    from mimo_train.engine.batch import Batch
+    from mimo_train.engine.engine import Engine
+
+    with Engine(cfg) as engine:
+        prompts = [engine.prompts.of_text(text) for text in ("It was", "A", "The best of times")]
+        answers = [[*b" the best"], [*b" b"], [*b", the worst of"]]
+        batch = Batch(prompts, answers, {"learned": [[1.0] * len(answer) for answer in answers]})
+        return [each.tolist() for each in engine.log_probs(batch)], engine.train(batch, sft)
+
+
+def test_texts_have_equal_numbers_at_context_parallel_and_interleaved_layouts(prose, tmp_path):
+    results = {}
+    layouts = {"language_one": (1, ()), "language_cp2": (2, ()), "language_pp2_vpp2": (2, (f"{LLM}.num_layers=4",))}
+    for layout, (ranks, overrides) in layouts.items():
+        cfg = config(
+            "gpt_tiny",
+            tmp_path / layout,
+            prose,
+            f"layout={layout}",
+            "data.sequence_length=32",
+            "train.global_batch_size=8",
+            "train.micro_batch_size=2",
+            *overrides,
+        )
+        results[layout] = run_ranks(scored, ranks, cfg)
+    ((log_probs, report),) = results["language_one"]
+    flat = [value for row in log_probs for value in row]
+    for other, of_report in results["language_cp2"]:
+        assert [value for row in other for value in row] == pytest.approx(flat, abs=1e-5)
+        assert of_report == pytest.approx(report, rel=1e-5)
+    # Of another model: a step's loss is the mean of the log-probabilities before it.
+    for other, of_report in results["language_pp2_vpp2"]:
+        values = [value for row in other for value in row]
+        assert of_report["lm loss"] == pytest.approx(-sum(values) / len(values), rel=1e-5)
