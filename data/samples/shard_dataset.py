@@ -129,6 +129,8 @@ class ShardDataset(Samples):
         """Return a shard's index, read with its source's `data.fields`."""
         self.meta = lru_cache(_RECENT)(lambda number: self.meta_at(*self._place(number), number))
         """Return the index data of a sample, without reading a member."""
+        # A record with a label is read for its sample and for the next one.
+        self._recent = lru_cache(_RECENT)(lambda shard, row: self._parsed(self.meta_at(shard, row)))
         self.version = lru_cache(_RECENT)(lambda shard: self.catalogue.version(shard))
         """Return the indexed version of a shard."""
         read_as = [f"{self.text_fingerprint} {of_source} {sampling} {skip_null}" for of_source in self._fields]
@@ -318,7 +320,7 @@ class ShardDataset(Samples):
         return items
 
     def _preference(self, meta: SampleMeta) -> Preference:
-        preference = self._parsed(meta)
+        preference = self._recent(meta.shard, meta.row) if self.form == "labels" else self._parsed(meta)
         if self.form == "labels":
             (answer,) = preference.answers
             before = self._before(meta) or answer
@@ -331,7 +333,7 @@ class ShardDataset(Samples):
         """Return the last readable sample before this one in its shard, whose last sample is before its first."""
         for row in rows_before(meta.row, self.samples_of(meta.shard)):
             try:
-                return self._parsed(self.meta_at(meta.shard, row)).answers[0]
+                return self._recent(meta.shard, row).answers[0]
             except (SampleError, RecursionError, UnicodeError):
                 continue
         return None

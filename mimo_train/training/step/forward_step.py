@@ -52,9 +52,9 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] 
 
     Returns:
         On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence], the ends of the `documents` of
-            a packed row, the `blocks` of tokens that see each other, and in a mixture sources [batch, sequence], which
-            the model does not take. On encoder ranks: modality_inputs {module: {encoder: inputs} or None}. Ranks with
-            both have all.
+            a packed row, the `blocks` of tokens that see each other, the `feature_rows` of samples with several
+            answers, and in a mixture sources [batch, sequence], which the model does not take. On encoder ranks:
+            modality_inputs {module: {encoder: inputs} or None}. Ranks with both have all.
     """
     batch = next(data_iterator, None) if data_iterator is not None else None
     if batch is None:

@@ -229,6 +229,9 @@ def test_lengths_are_counted_for_each_answer_and_by_form(folder):
     names = {path.name.split(".")[1] for path in Path(folder).glob("*.mimo-lengths")}
     for _ in TextLengths(opened(folder, "labels", counted=False)).build():
         pass
+    labelled = opened(folder.parent / "labels", "labels")
+    records = [len(json.dumps(record_of(row, "labels"))) for row in range(12)]
+    assert labelled.reader.bytes_read["json"] == sum(records), "each is read once"
     assert len({path.name.split(".")[1] for path in Path(folder).glob("*.mimo-lengths")} - names) == 1
     other = folder.parent / "other"
     write_tar(other / "s-9.tar", [("0.json", json.dumps(record_of(0)).encode())])
