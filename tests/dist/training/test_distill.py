@@ -188,3 +188,11 @@ def test_adapters_of_the_student_learn_from_a_teacher(llamas, prose, tmp_path):
     found = numbers_of(tmp_path / "run")
     assert found[0][:3] == pytest.approx(learned["ours"][0][:3], rel=BOUND)
     assert found[2][0] < found[0][0]
+
+
+def test_a_run_is_a_teacher(llamas, prose, tmp_path):
+    """A student that starts from its teacher's checkpoint does not differ from it."""
+    folder, _ = llamas
+    start = (f"distill.teacher={folder}/run", f"checkpoint.weights={folder}/run", "train.iters=1")
+    train_on_ranks(config("gpt_tiny", tmp_path / "run", prose, folder, *start))
+    assert numbers_of(tmp_path / "run")[0][1] == pytest.approx(0, abs=1e-6)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mimo_train.config.errors import UserError
+from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.training.teacher import exchange
+from mimo_train.training.teacher.source import require_one_vocabulary
 
 DATASET = SimpleNamespace(locate=lambda number: ("train.tar", f"key{number}"))
 TOKENIZER = SimpleNamespace(shown=lambda ids: chr(ids[0]))
@@ -47,3 +48,10 @@ def test_other_tokens_are_an_error(message, monkeypatch):
     with pytest.raises(UserError) as raised:
         counts(monkeypatch, ["same", "abc"], ["same", WRONG[message]])
     assert message in str(raised.value)
+
+
+def test_other_vocabularies_are_an_error():
+    teacher, student = (SimpleNamespace(vocabulary_fingerprint=size, text_size=size) for size in (259, 262))
+    require_one_vocabulary(student, student)
+    with pytest.raises(ConfigError, match=r"distill.teacher: its tokenizer \(259 tokens\) is not data.tokenizer \(262"):
+        require_one_vocabulary(teacher, student)
