@@ -181,7 +181,7 @@ def _answer(args: argparse.Namespace, source: "Source", output: Path) -> None:
     sampling = sampling_of(args)
     facts = {"checkpoint": str(source.folder), "max_new_tokens": args.max_new_tokens, **asdict(sampling)}
     with _opened(source) as model:
-        answerer = Answerer(model, sampling, args.max_new_tokens)
+        answerer = Answerer(model.cfg, model.pipeline, model.tokenizer, sampling, args.max_new_tokens)
         continues = not source.cfg.encoders and model.tokenizer.template.is_own
         first = dist.get_rank() == 0
         with closing(progress_bar("answers", len(file.records), "prompts", first)) as bar:

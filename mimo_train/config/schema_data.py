@@ -140,6 +140,12 @@ class DataConfig(Section):
         return end - begin
 
     @property
+    def named_sets(self) -> dict[str, HeldOutConfig]:
+        """The held-out and test sets with a name, by config key."""
+        sections = {"data.validation": self.validation, "data.test": self.test}
+        return {f"{key}.{name}": item for key, sets in sections.items() for name, item in sets.items()}
+
+    @property
     def evaluates_at(self) -> dict[str, int]:
         """Prefix in metrics of each held-out set that is evaluated during training, and the set's interval; 0:
         `train.eval_interval`."""

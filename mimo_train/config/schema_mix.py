@@ -53,6 +53,8 @@ class HeldOutConfig(Section):
     """Steps between its evaluations; 0: `train.eval_interval`. Not for test sets."""
     samples: int = key(0, at_least=0)
     """Samples per evaluation; 0: `train.eval_samples`."""
+    metrics: list[str] = field(default_factory=list)
+    """Metrics of generated answers; empty: `train.eval_metrics`."""
 
 
 def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:

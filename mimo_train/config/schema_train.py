@@ -68,6 +68,11 @@ class TrainConfig(Section):
     """Steps between evaluations; 0: at the end only."""
     eval_samples: int = key(0, at_least=0)
     """Held-out samples per evaluation; 0: all."""
+    eval_metrics: list[str] = field(default_factory=list)
+    """Metrics of generated answers at evaluations: `anls`, `vqa`, ..., or `package.module:function`. See
+    docs/data.md#held-out-sets."""
+    eval_max_new_tokens: int = key(64, at_least=1)
+    """Longest answer generated for `eval_metrics`, in tokens."""
     report_samples: int = key(24, at_least=0)
     """Held-out samples shown in the report."""
     log_interval: int = key(1, at_least=1)

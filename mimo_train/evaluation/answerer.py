@@ -11,14 +11,16 @@ from typing import Any
 import torch.distributed as dist
 
 from data.samples.protocol import Samples
+from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.generation.answers import Answers
 from mimo_train.evaluation.generation.decoder import Decoder
 from mimo_train.evaluation.generation.options import Sampling
 from mimo_train.evaluation.generation.prompts import Prompts
-from mimo_train.evaluation.open_model import Model
 from mimo_train.evaluation.prompt_file import PromptFile
 from mimo_train.evaluation.turns import turn_prompts
+from mimo_train.training.step.pipeline import Pipeline
 
 CHUNK = 128
 """Prompts of a replica that are sorted by length together."""
@@ -27,11 +29,13 @@ CHUNK = 128
 class Answerer:
     """Generates texts on every replica of a model."""
 
-    def __init__(self, model: Model, sampling: Sampling, max_new_tokens: int):
-        """Raises UserError if the layout of the model cannot decode."""
-        self.answers = Answers(model.cfg, Decoder(model.pipeline), model.tokenizer, sampling, max_new_tokens)
-        self.prompts = Prompts(model.cfg, model.tokenizer)
-        self.group = model.pipeline.groups.collections[LANGUAGE].dp
+    def __init__(
+        self, cfg: ConfigContainer, pipeline: Pipeline, tokenizer: Tokenizer, sampling: Sampling, max_new_tokens: int
+    ):
+        """Set the model to evaluation mode. Raises UserError if its layout cannot decode."""
+        self.answers = Answers(cfg, Decoder(pipeline), tokenizer, sampling, max_new_tokens)
+        self.prompts = Prompts(cfg, tokenizer)
+        self.group = pipeline.groups.collections[LANGUAGE].dp
 
     def share[Item](self, items: Sequence[Item]) -> Sequence[Item]:
         """Return the items of this rank's replica."""

@@ -61,7 +61,8 @@ def evaluate(
     text, logs = writes_text(pipeline), dist.get_rank() == model.run.layout.logging_rank
     if settings.metrics and not text:
         raise UserError("--metric: the model ends in a head of its own, and no logits of the vocabulary. Leave it out")
-    answerer = Answerer(model, settings.sampling, settings.max_new_tokens) if settings.metrics else None
+    generation = (settings.sampling, settings.max_new_tokens)
+    answerer = Answerer(model.cfg, pipeline, model.tokenizer, *generation) if settings.metrics else None
     for of in sets:
         held_out = HeldOut(model.run, pipeline, model.tokenizer, of=of, writes_text=text)
         try:

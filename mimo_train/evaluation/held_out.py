@@ -21,12 +21,18 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
+from mimo_train.evaluation.answerer import Answerer
+from mimo_train.evaluation.generation.options import Sampling
+from mimo_train.evaluation.metrics import require_metrics, score
 from mimo_train.evaluation.predictions import PredictStep, predictions_of, write_predictions, write_samples
+from mimo_train.evaluation.turns import References
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.inputs.datasets import HeldOutSet, build_dataset, held_out_sets
 from mimo_train.inputs.padding import padding_of_documents
 from mimo_train.layout.run import Run
 from mimo_train.models.parameters import modules_of
 from mimo_train.parallel import device as devices
+from mimo_train.parallel.collectives import agreed
 from mimo_train.training.step import forward_step
 from mimo_train.training.step.bad_samples import BadSampleReport
 from mimo_train.training.step.batches import StepIterator, open_loader
@@ -83,7 +89,7 @@ class HeldOut:
         self._run, self._pipeline, self._tokenizer, self._ending = run, pipeline, tokenizer, ending or Ending()
         self.prefix, self.is_test, self._shows = of.prefix, of.is_test, shows and writes_text
         self._writes_text = writes_text
-        self._predictions, self.interval = of.predictions, of.interval
+        self._predictions, self.interval, self.metrics = of.predictions, of.interval, of.metrics
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=of)
         apart = run.cfg.data.separate_documents and isinstance(self.dataset, TokenDataset)
         self.padding = padding_of_documents(run.cfg) if apart else None
@@ -139,11 +145,33 @@ class HeldOut:
         """
         run = self._run
         values, entries = self.measure(step_func, progress)
+        if self.metrics:
+            values |= self._score_texts(entries)
         if dist.get_rank() == run.layout.logging_rank and self._writes_text:
             write_predictions(run.dir / self._predictions, entries, step, self.dataset)
             if self._shows and run.cfg.train.report_samples:
                 write_samples(run.dir / "samples.json", entries, run.cfg.train.report_samples, self.dataset)
         return values
+
+    def _score_texts(self, entries: list[dict[str, Any]]) -> dict[str, float]:
+        """Generate an answer for every entry, and return the values of `self.metrics`. Replaces the answers of the
+        entries by these. Collective; the layout can generate text, so that all ranks have the entries."""
+        pipeline, cfg, values = self._pipeline, self._run.cfg, dict[str, float]()
+        turns: dict[int, list[int]] = {}
+        for entry in entries:
+            turns.setdefault(entry["number"], []).append(entry["turn"])
+        with evaluating(pipeline.model):
+            answerer = Answerer(cfg, pipeline, self._tokenizer, Sampling(), cfg.train.eval_max_new_tokens)
+            texts = answerer.of_turns(self.dataset, turns, lambda samples: RECORDER.tick())
+        places = [(entry["number"], entry["turn"], entry["truth"]) for entry in entries]
+        for entry in entries:
+            entry["answer"] = texts[entry["number"], entry["turn"]]
+        with agreed(values) as of_ranks:
+            if dist.get_rank() == self._run.layout.logging_rank and entries:
+                of = References(self.dataset)
+                references = [of.of(number, turn, len(turns[number]), truth) for number, turn, truth in places]
+                values |= score(self.metrics, [entry["answer"] for entry in entries], references)
+        return {f"{self.prefix}{name}": value for name, value in of_ranks[self._run.layout.logging_rank].items()}
 
     def measure(
         self,
@@ -245,10 +273,18 @@ def open_held_out(
     ending: Ending | None = None,
     taught_set: Callable[[Samples, HeldOutSet], Any] | None = None,
 ) -> tuple[HeldOut, ...]:
-    """Open all held-out sets, the test set last; evaluations of the first write samples.json. Collective."""
+    """Open all held-out sets, the test sets last; evaluations of the first write samples.json. Collective.
+
+    Raises:
+        UserError: a metric cannot be computed, or the model generates no text.
+    """
     sets = held_out_sets(run.cfg)
     # An answer with a label may be an undesirable one: it is not predicted.
     text = not sets or (writes_text(pipeline) and run.cfg.traits.form != "labels")
+    for of in sets:
+        require_metrics(of.metrics, of.metrics_key)
+        if of.metrics and not text:
+            raise UserError(f"{of.metrics_key}: the model ends in a head of its own, and generates no text. Remove it")
     options: dict[str, Any] = {"ending": ending, "writes_text": text, "taught_set": taught_set}
     return tuple(HeldOut(run, pipeline, tokenizer, features, of, shows=of is sets[0], **options) for of in sets)
 

@@ -103,7 +103,7 @@ def _parallel_argmax(logits_SBV: torch.Tensor, tp_group: dist.ProcessGroup) -> t
 FILE = "predictions.jsonl"
 """File in `run.dir` of the newest evaluation: a JSON object per learned turn, in the order of the samples. `prediction`
 has the most likely token at each place of the true answer, given the true tokens before it; `answer` is its part up to
-the first wrong token, which greedy decoding writes too."""
+the first wrong token, which greedy decoding writes too; with metrics of generated answers, it is the generated one."""
 
 
 def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from encoders.transformers_media.tower_spec import AutoTowerSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import HeldOutConfig, source_names
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_selection import KeepBestConfig, StopEarlyConfig
 from mimo_train.inputs.token_files import of_tokens, require_none_for_tokens, token_dataset
 
 if TYPE_CHECKING:
@@ -162,6 +163,10 @@ class HeldOutSet:
     """Samples per evaluation; 0: all."""
     samples_key: str = "train.eval_samples"
     """Config key of `samples`."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of generated answers."""
+    metrics_key: str = "train.eval_metrics"
+    """Config key of `metrics`."""
 
     @property
     def prefix(self) -> str:
@@ -194,7 +199,8 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
     from data.order.sources import Source
 
     data, key = cfg.data, cfg.data.held_out_by
-    usual = partial(HeldOutSet, interval=cfg.train.eval_interval, samples=cfg.train.eval_samples)
+    train, metrics = cfg.train, tuple(cfg.train.eval_metrics)
+    usual = partial(HeldOutSet, interval=train.eval_interval, samples=train.eval_samples, metrics=metrics)
     sets = []
     if data.validation_shards:
         unnamed = "data.validation_shards"
@@ -206,7 +212,7 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
     sets += [_named_set(cfg, "data.validation", name, item) for name, item in data.validation.items()]
     if data.test_shards:
         test = Source("", data.test_shards, "data.test_shards")
-        sets.append(HeldOutSet("", "data.test_shards", test, is_test=True, samples=cfg.train.eval_samples))
+        sets.append(usual("", "data.test_shards", test, is_test=True))
     return sets + [_named_set(cfg, "data.test", name, item) for name, item in data.test.items()]
 
 
@@ -223,6 +229,23 @@ def _named_set(cfg: ConfigContainer, section: str, name: str, item: HeldOutConfi
         interval=item.interval or cfg.train.eval_interval,
         samples=item.samples or cfg.train.eval_samples,
         samples_key=f"{key}.samples" if item.samples else "train.eval_samples",
+        metrics=tuple(item.metrics or cfg.train.eval_metrics),
+        metrics_key=f"{key}.metrics" if item.metrics else "train.eval_metrics",
+    )
+
+
+def without_metrics(cfg: ConfigContainer) -> ConfigContainer:
+    """Return the config for other data or layouts: without metrics of generated answers, which not every layout can
+    generate, and without keys that watch a metric."""
+
+    def plain(sets: Mapping[str, HeldOutConfig]) -> dict[str, HeldOutConfig]:
+        return {name: replace(item, metrics=[]) for name, item in sets.items()}
+
+    return replace(
+        cfg,
+        data=replace(cfg.data, validation=plain(cfg.data.validation), test=plain(cfg.data.test)),
+        train=replace(cfg.train, eval_metrics=[], stop_early=StopEarlyConfig()),
+        checkpoint=replace(cfg.checkpoint, keep_best=KeepBestConfig()),
     )
 
 

@@ -21,6 +21,7 @@ from mimo_train.config.schema_train import TrainConfig
 from mimo_train.config.transformers_llm import TransformersSizes
 from mimo_train.layout.adapters import adapter_faults
 from mimo_train.layout.batch import Batch, batch_faults, packing_faults
+from mimo_train.layout.decoding import require_decodable
 from mimo_train.layout.kernels import compile_faults, fp8_faults
 from mimo_train.layout.legality import (
     bidirectional_faults,
@@ -140,11 +141,30 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     keys = {fault.key for fault in faults}
     others = [
         *cfg.faults(),
-        *([] if faults else [*packing_faults(cfg), *fp8_faults(cfg), *compile_faults(cfg)]),
+        *([] if faults else [*packing_faults(cfg), *fp8_faults(cfg), *compile_faults(cfg), *_generation_faults(cfg)]),
         *layer_faults(cfg),
         *cfg.profiling.faults(cfg.run.device, cfg.train.iters or MOST, world_size),
     ]
     return faults + [fault for fault in others if fault.key not in keys]
+
+
+def _generation_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Yield the fault of a layout that cannot generate the answers that metrics are of."""
+    sets = {f"{key}.metrics": item.metrics for key, item in cfg.data.named_sets.items()}
+    wanted = next(
+        (key for key, metrics in {"train.eval_metrics": cfg.train.eval_metrics, **sets}.items() if metrics), None
+    )
+    if wanted is None:
+        return
+    if cfg.traits.form != "turns":
+        text = f"needs samples with one answer, and those of train.task={cfg.train.task} have several or a label"
+        yield Fault(wanted, f"{text}. Leave the metrics out, and score checkpoints with `mimo-train evaluate`")
+        return
+    try:
+        require_decodable(lay_out(cfg))
+    except ConfigError as error:
+        remedy = "Leave the metrics out, and score checkpoints with `mimo-train evaluate`"
+        yield Fault(wanted, f"needs generated answers. {error.faults[0]}. {remedy}")
 
 
 def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:

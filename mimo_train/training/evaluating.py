@@ -191,5 +191,6 @@ class Evaluator(Callback):
         step = getattr(self._step_func, "func", self._step_func)
         step = step if hasattr(step, "__qualname__") else type(step)
         of_step = (step.__module__, step.__qualname__, sorted(self._session.state.cfg.train.loss_weights.items()))
-        measured = [*((each.prefix, each.dataset.fingerprint, each.samples) for each in sets), of_step]
+        measured: list[object] = [(each.prefix, each.dataset.fingerprint, each.samples) for each in sets]
+        measured += [of_step, *(each.metrics for each in sets if each.metrics)]
         return hashlib.sha256(repr(measured).encode()).hexdigest()[:16]

@@ -47,7 +47,7 @@ FREE = {
     },
     "train": {
         *("micro_batch_size", "recompute", "logits", "manual_gc_interval"),
-        *("eval_interval", "report_samples", "log_interval"),  # reporting
+        *("eval_interval", "eval_metrics", "eval_max_new_tokens", "report_samples", "log_interval"),  # reporting
         *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun", "stop_early"),  # stopping
         "compile",
     },

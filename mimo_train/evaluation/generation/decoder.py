@@ -21,10 +21,9 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
 from data.collate import collate_media
-from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.generation.prompts import Prompt
-from mimo_train.layout.ranks import RunLayout
+from mimo_train.layout.decoding import require_decodable
 from mimo_train.models.attention import SdpaAttention
 from mimo_train.models.attention_mask import mask_of_columns
 from mimo_train.models.parameters import modules_of
@@ -216,31 +215,6 @@ class Columns(StaticInferenceContext):
             else:  # keys and values, [C, B, ...]
                 of_layers[layer] = tuple(part[:, rows] for part in memory)
         self.max_batch_size = len(rows)
-
-
-def require_decodable(layout: RunLayout) -> None:
-    """Raise UserError unless each replica of the language model can decode alone: one stage and whole sequences, with
-    all modules on its ranks."""
-    language = layout.language
-    for name, module in layout.modules.items():
-        sizes = {"pp": module.pp, "cp": module.cp, "ep": module.ep}
-        if wide := next((axis for axis, size in sizes.items() if size > 1), None):
-            raise UserError(
-                f"modules.{name}.layout.{wide}: is {sizes[wide]}, and text is generated with pp=1 cp=1 ep=1. Generate "
-                "with another layout of the checkpoint, which any layout can load"
-            )
-    for name, module in layout.modules.items():
-        if module.ranks != language.ranks:
-            raise UserError(
-                f"placement: modules.{name} is on ranks {module.ranks[0]} to {module.ranks[-1]}, and the language "
-                f"model on {language.ranks[0]} to {language.ranks[-1]}; text is generated with all modules on the same "
-                "ranks. Set placement.mode=shared with layouts of one size"
-            )
-        if language.tp % module.tp:
-            raise UserError(
-                f"modules.{name}.layout.tp: is {module.tp}, and text is generated where it divides that of the "
-                f"language model ({language.tp}). Generate with another layout"
-            )
 
 
 def _joined(prompts: Sequence[Prompt]) -> dict[str, dict[str, Any] | None]:

@@ -17,6 +17,7 @@ from mimo_train.config.schema_distill import DISTILL, SFT, DistillConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, ModuleConfig
 from mimo_train.evaluation.layouts import with_layout
+from mimo_train.inputs.datasets import without_metrics
 
 if TYPE_CHECKING:
     from data.text.tokens import Tokenizer
@@ -121,7 +122,7 @@ def on_ranks(cfg: ConfigContainer, layout: str = "", processes: int = 1, micro_b
         micro_batch_size: samples of a replica at a time, all in one microbatch; 0: as in training, with a whole number
             of microbatches near the size of its steps.
     """
-    cfg = with_layout(cfg, layout, processes)
+    cfg = without_metrics(with_layout(cfg, layout, processes))
     replicas, step = cfg.language.layout.dp, cfg.train.global_batch_size
     microbatch = (micro_batch_size or cfg.train.micro_batch_size) * replicas
     return replace(

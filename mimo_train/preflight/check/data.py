@@ -12,12 +12,13 @@ from data.errors import DataError
 from data.order.sources import MixedOrder, Part
 from data.storage.url import Place
 from data.text_format import plural
-from mimo_train.config.errors import ConfigError, Fault
+from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.hub import named
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
+from mimo_train.evaluation.metrics import require_metrics
 from mimo_train.inputs.datasets import (
     HeldOutSet,
     build_dataset,
@@ -65,6 +66,11 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
             Fault("data.shards", "is empty: give a folder, a glob, a brace range such as x-{000000..000127}.tar")
         )
     sets = held_out_sets(cfg)
+    for key, metrics in {held_out_set.metrics_key: held_out_set.metrics for held_out_set in sets}.items():
+        try:
+            require_metrics(metrics, key)
+        except UserError as error:
+            report.faults.append(Fault(key, without_key(error, key)))
     if all(held_out_set.is_test for held_out_set in sets):
         report.notes.append("data.validation_shards is empty: no evaluation")
     sources = [(source.key, source, Seen(name=source.name)) for source in training_sources(cfg)]

@@ -6,11 +6,13 @@ import os
 import pytest
 
 from mimo_train.checkpoint import folders
+from mimo_train.cli import main
+from mimo_train.config.compose import to_yaml
 from mimo_train.logging import progress
 from mimo_train.logging.sinks.jsonl import read_metrics
 from mimo_train.training.callbacks import Callback
 from tests.dist.ranks import RankFailure, run_ranks
-from tests.dist.runs import config, train_rank
+from tests.dist.runs import config, curve, train_rank
 
 WATCHED = "eval/other/loss"
 # The loss falls, so that with mode=max the first evaluation is the best, and no later one improves it.
@@ -91,7 +93,7 @@ def test_sets_have_their_own_intervals_and_a_run_without_improvement_ends(uninte
     }
 
 
-def test_the_best_checkpoint_is_kept_next_to_the_newest_and_named(uninterrupted):
+def test_the_best_checkpoint_is_kept_next_to_the_newest_and_named(uninterrupted, capsys):
     run_dir, run = uninterrupted
     assert (run["steps"], run["best"]) == ([2, 8], 2)
     named = json.loads((run_dir / "checkpoints" / "best").read_text())
@@ -100,6 +102,8 @@ def test_the_best_checkpoint_is_kept_next_to_the_newest_and_named(uninterrupted)
         event.facts["step"]: event.facts["reason"] for event in progress.events(run_dir) if event.kind == "checkpoint"
     }
     assert reasons["2"] == "keep_best" and reasons["4"] == "save_interval"
+    assert main(["checkpoint", "show", str(run_dir / "checkpoints" / "best")]) == 0
+    assert capsys.readouterr().out.startswith(str(run_dir / "checkpoints" / "step_00000002"))
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,53 @@ def test_a_resumed_run_leaves_what_an_uninterrupted_one_does(case, uninterrupted
         before = (tmp_path / "metrics.jsonl").read_bytes()
         run_ranks(train_rank, 2, cfg)
         assert (tmp_path / "metrics.jsonl").read_bytes() == before and left(tmp_path)["steps"] == [2, 8]
+
+
+def half_lengths(predictions, references):
+    """A metric of the user: two numbers of each prediction."""
+    assert len(predictions) == len(references)
+    return {"length": [len(text) / 2 for text in predictions], "any": float(any(predictions))}
+
+
+def test_metrics_of_generated_answers_are_those_of_the_predictions_and_change_no_training(digits, tmp_path):
+    metrics = f"[accuracy, {__name__}:half_lengths]"
+    sets = f"data.validation={{other: {{shards: {digits}/held_out, interval: 2, samples: 9, metrics: {metrics}}}}}"
+    shared = ("modules.images.layout.dp=2", "modules.language.layout.dp=2", "placement.mode=shared")
+    usual = ("train.iters=4", "optim.lr=0.1", "modules.language.llm.dropout=0.1", "data.pack=true", *shared)
+    plain = config("vlm_digits", tmp_path / "plain", digits, *usual)
+    watch = "checkpoint.keep_best={metric: eval/other/half_lengths/length, mode: max}"
+    with_metrics = config("vlm_digits", tmp_path / "metrics", digits, *usual, sets, watch)
+    for cfg in (plain, with_metrics):
+        run_ranks(train_rank, 2, cfg)
+    lines = read_metrics(tmp_path / "metrics" / "metrics.jsonl")
+    assert curve(lines) == curve(read_metrics(tmp_path / "plain" / "metrics.jsonl"))
+    values = [line for line in lines if "eval/other/loss" in line][-1]
+    entries = [json.loads(line) for line in (tmp_path / "metrics" / "predictions_other.jsonl").read_text().splitlines()]
+    of = {
+        "accuracy": [entry["answer"] == entry["truth"].strip() for entry in entries],
+        "half_lengths/length": [len(entry["answer"]) / 2 for entry in entries],
+    }
+    for name, each in of.items():
+        assert values[f"eval/other/{name}"] == pytest.approx(sum(each) / len(each)), name
+    assert any(of["half_lengths/length"]) and values["eval/other/half_lengths/any"] == 1
+    assert values["eval/other/exact_match"] == values["eval/other/accuracy"] and len(entries) >= 9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["train.eval_metrics=[accuracy]"], "train.eval_metrics: needs generated answers. placement: modules.images"),
+        (
+            ["train.eval_metrics=[acuracy]", "layout=one_process"],
+            "error: train.eval_metrics: no metric 'acuracy'. Did",
+        ),
+    ],
+)
+def test_metrics_that_cannot_be_computed_are_an_error_before_training(overrides, error, digits, tmp_path, capsys):
+    cfg = run_config(digits, tmp_path, "layout=two_processes", *overrides)
+    (tmp_path / "run.yaml").write_text(to_yaml(cfg))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 1
+    assert error in "".join(capsys.readouterr())
 
 
 def test_a_metric_that_no_evaluation_gives_ends_the_run_at_the_first_one(digits, tmp_path):

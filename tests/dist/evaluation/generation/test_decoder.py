@@ -224,7 +224,7 @@ def test_tensor_parallel_ranks_give_the_answers_of_one_process(name, images, ove
 ])  # fmt: skip
 def test_layouts_that_cannot_decode_are_named(layout, words, tmp_path):
     from mimo_train.config.errors import UserError
-    from mimo_train.evaluation.generation.decoder import require_decodable
+    from mimo_train.layout.decoding import require_decodable
     from mimo_train.layout.run import resolve
 
     with pytest.raises(UserError, match=words):
