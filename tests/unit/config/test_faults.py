@@ -29,7 +29,7 @@ from tests.unit.configs import changed, load
         ("modules.language.llm.experts_per_token", 0, "modules.language.llm.num_experts is 0. Remove it"),
         ("data.tokenizer", "gpt2", "no folder gpt2: give bytes, a folder"),
         ("data.shards", "", "data.demo=digits needs a folder"),
-        ("modules.language.llm.num_attention_heads", 32, "even width, it is 3 (hidden_size 96 / 32 heads)"),
+        ("modules.language.llm.head_size", 3, "even width, it is 3: change it"),
         ("modules.language.llm.num_query_groups", -1, "at least 0 and at most 4194304 (0: as many as query heads)"),
         ("modules.images.freeze", ["llm"], "'llm' is no part of this module, it has encoder and projector"),
         (

@@ -205,7 +205,8 @@ def test_ranks_of_a_large_world():
         "train.global_batch_size=512",
         "modules.language.llm.num_layers=16",
     ]
-    overrides += ["modules.language.llm.num_attention_heads=8", "train.micro_batch_size=2"]
+    overrides += [f"modules.language.llm.num_{each}=8" for each in ("attention_heads", "query_groups")]
+    overrides += ["train.micro_batch_size=2"]
     layout = resolve(load("vlm_digits", overrides)).layout
     kinds = selected_kinds(layout, "all-kinds")
     assert [kind.name for kind in kinds] == ["images", *(f"language, stage {stage} of 8" for stage in range(1, 9))]

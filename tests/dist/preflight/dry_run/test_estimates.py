@@ -18,6 +18,8 @@ WIDE = (
     "modules.language.llm.hidden_size=256",
     "modules.language.llm.ffn_hidden_size=704",
     "modules.language.llm.num_attention_heads=8",
+    "modules.language.llm.num_query_groups=0",
+    "modules.language.llm.head_size=0",
     "train.global_batch_size=32",
     "data.pad=sequence",
 )
