@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mimo_train.commands import evaluate_tasks
 from mimo_train.commands.arguments import add_command, add_layout, add_sampling, add_trust, sampling_of, whole
 from mimo_train.config.errors import UserError
 from mimo_train.evaluation.metrics import METRICS, require_metrics
@@ -27,6 +28,8 @@ examples:
   mimo-train evaluate runs/my/checkpoints/step_00001000 --data shards/docvqa --metric anls --layout tp=2
   mimo-train evaluate Qwen/Qwen2.5-VL-3B-Instruct --data my.yaml --split test --limit 500
   mimo-train evaluate runs/vlm_digits --prompts questions.jsonl --predictions answers.jsonl
+
+{evaluate_tasks.EXAMPLES}
 
 metrics:
   {"\n  ".join(f"{name:11}{metric.summary}" for name, metric in METRICS.items())}
@@ -72,6 +75,7 @@ def add(commands: Any) -> None:
     option("--predictions", type=Path, metavar="FILE", help="file of the predictions (default: predictions.jsonl)")
     add_sampling(command)
     add_trust(command)
+    evaluate_tasks.add_options(command)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -87,8 +91,9 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     args.metric = [name for text in args.metric for name in text.split(",") if name]
     require_metrics(args.metric)
+    tasks = evaluate_tasks.task_names(args)
     if args.prompts:
-        options = ("data", "split", "limit", "metric", "references", "batch")
+        options = ("data", "split", "limit", "metric", "references", "batch", "tasks")
         if given := [f"--{name}" for name in options if getattr(args, name)]:
             raise UserError(f"--prompts: answers prompts and measures no samples. Leave out {', '.join(given)}")
     if args.layout and args.processes:
@@ -105,7 +110,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if TASKS[source.cfg.train.task].value_head:
         raise UserError(f"CHECKPOINT: {source.folder} is a model with a value head, which gives no text to score")
     cfg, sets = source.cfg, []
-    if not args.prompts:
+    if not args.prompts and (not tasks or evaluate_tasks.LOCAL in tasks):
         if source.is_directory and not args.data:
             raise UserError(f"--data: {source.folder} is a model without data. Give shards, or a config with such sets")
         cfg = with_data(cfg, args.data)
@@ -142,6 +147,8 @@ def _rank(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]") 
     try:
         if args.prompts:
             _answer(args, source, output)
+        elif args.tasks:
+            evaluate_tasks.evaluate_tasks(args, source, sets, output)
         else:
             _measure(args, source, sets, output)
     except BaseException as error:

@@ -103,22 +103,30 @@ class Prompts:
             UserError: no module of the model takes this kind, or the file cannot be read.
             DecodeError: the file is damaged.
         """
-        readers = [item for item in self._modules if item.kind == ("image" if kind == "video" else kind)]
-        if not readers:
-            raise UserError(f"--{kind}: no module of this model reads {NAMES[kind]}s, it has {', '.join(self._names)}")
+        self.require_reader(kind, f"--{kind}")
         try:
             raw = file.read_bytes()
         except OSError as error:
             raise UserError(f"--{kind}: cannot read {file}: {error.strerror or error}") from error
+        return self.medium_of(kind, raw, f"--{kind}: {file}")
+
+    def require_reader(self, kind: str, name: str) -> None:
+        """Raise UserError, with `name` in front, if no module of the model takes this kind."""
+        if not any(item.kind == ("image" if kind == "video" else kind) for item in self._modules):
+            raise UserError(f"{name}: no module of this model reads {NAMES[kind]}s, it has {', '.join(self._names)}")
+
+    def medium_of(self, kind: str, raw: bytes, name: str) -> Medium:
+        """Decode a file's bytes as `medium` does; `name` begins its errors."""
+        self.require_reader(kind, name)
         if kind == "video":
             header = parse_video_header_bytes(raw)
             if header is None:
-                raise UserError(f"--video: {file} ({len(raw)} bytes) has no readable header of a video")
+                raise UserError(f"{name} ({len(raw)} bytes) has no readable header of a video")
             frames = decode_video(raw, self._sampling.count(header.milliseconds), self._bounds)
             return Medium(kind, frames=tuple(Medium("image", (header.height, header.width), frame) for frame in frames))
         extent = parse_extent_bytes(kind, raw)
         if extent is None:
-            raise UserError(f"--{kind}: {file} ({len(raw)} bytes) has no readable {NAMES[kind]} header")
+            raise UserError(f"{name} ({len(raw)} bytes) has no readable {NAMES[kind]} header")
         if kind == "audio":
             return Medium(kind, extent, audio=raw)
         return Medium(kind, extent, decode_image_file(raw, self._bounds, self._background))

@@ -242,3 +242,39 @@ def test_a_wrong_layout_is_named(layout, message):
 
     with pytest.raises(UserError, match=message):
         with_layout(load("vlm_digits"), layout)
+
+
+def test_requests_of_tasks_have_the_answers_of_evaluate(trained):
+    folder, _ = trained
+    lines = [json.loads(line) for line in (folder / "test_predictions.jsonl").read_text().splitlines()]
+    ends = run_ranks(_of_requests, 2, folder, 12)
+    assert ends[0] == ends[1] and len(ends[0]) == 12
+    for line, (text, log_probability, is_greedy) in zip(lines, ends[0], strict=False):
+        assert (text == line["truth"]) == line["exact_match"]
+        assert is_greedy or not line["exact_match"]
+        end_of_turn = log_probability + line["loss"] * line["tokens"]  # which the text lacks
+        assert end_of_turn > -1e-3 and (end_of_turn < 2 or not line["exact_match"])
+
+
+def _of_requests(folder: Path, count: int) -> list[tuple[str, float, bool]]:
+    """On each of two replicas: the answers to requests, and scores of the true answers."""
+    import torch.distributed as dist
+
+    from data.samples.originals import read_conversation, read_originals
+    from mimo_train.evaluation.benchmarks.model import ModelAnswers
+    from mimo_train.evaluation.benchmarks.requests import decoding_of, messages_of, request_of
+    from mimo_train.evaluation.open_model import open_model
+    from mimo_train.inputs.datasets import build_dataset, splits_of
+
+    model = open_model(folder, processes=2, merge=False)
+    dataset = build_dataset(model.cfg, model.tokenizer, held_out=splits_of(model.cfg)["test"])
+    requests, truths = [], []
+    for number in range(count):
+        conversation = read_conversation(dataset, number)
+        requests.append(request_of(messages_of(conversation, read_originals(dataset, number))[:1]))
+        truths.append(conversation.turns[1].text)
+    backend = ModelAnswers(model.cfg, model.pipeline, model.tokenizer)
+    texts = backend.answer(requests, decoding_of({}))
+    scores = [backend.score(request, truth) for request, truth in zip(requests, truths, strict=True)]
+    dist.destroy_process_group()
+    return [(text, *score) for text, score in zip(texts, scores, strict=True)]

@@ -1,0 +1,29 @@
+"""A sample as its record has it: the conversation, and the media before they are fitted to a module."""
+
+from data.media.decode import decode_image_file
+from data.media.video import decode_video
+from data.records.conversation import Conversation
+from data.samples.media_spec import MediaInput
+from data.samples.shard_dataset import ShardDataset
+
+
+def read_conversation(dataset: ShardDataset, number: int) -> Conversation:
+    """Return a sample's conversation, with the first of its answers. Raises SampleError if it is bad."""
+    return dataset._preference(dataset.meta(number)).answers[0]
+
+
+def read_originals(dataset: ShardDataset, number: int) -> dict[str, list[MediaInput | bytes]]:
+    """Return by kind the media at the places of a sample's conversation: images, frames of videos too, as uint8
+    [3, H, W] in their own size, and audio files. Raises SampleError if one is bad."""
+    meta, media = dataset.meta(number), dict[str, list[MediaInput | bytes]]()
+    for kind, members in meta.members.items():
+        items = media.setdefault(kind, [])
+        for member in members:
+            if member.frame is not None and member.frame.number > 0:
+                continue  # decoded with the first frame of its video
+            raw = dataset._read(meta, member)
+            if member.frame is not None:
+                items += decode_video(raw, member.frame.of, dataset._bounds)
+            else:
+                items.append(raw if kind == "audio" else decode_image_file(raw, dataset._bounds, dataset._background))
+    return media
