@@ -10,6 +10,7 @@ import torch
 
 from data.loader import StepLoader
 from data.order.packing import Packing
+from data.order.sources import Source
 from data.order.step import Batching, Reader
 from data.order.step_plan import Padding
 from data.records.members import read_fields
@@ -241,6 +242,20 @@ def test_lengths_are_counted_for_each_answer_and_by_form(folder):
         data.lengths[0].tolist(),
         *data.lengths[:6].tolist(),
     ]
+
+
+def test_both_answers_are_of_the_source_of_their_sample_and_have_their_question(folder):
+    data = opened([Source(str(at), [folder / f"s-{at}.tar"]) for at in range(2)], keep_text=True)
+    for padding in PADDINGS.values():
+        for step in steps(data, padding, limit=2):
+            for batch in step.microbatches:
+                rows = data.order.rows(np.asarray(batch["sample_numbers"])).tolist()
+                assert batch["sources"].shape == batch["answers"].shape
+                for place, source in zip(batch["answers"].tolist(), batch["sources"].tolist(), strict=True):
+                    pairs = {(at // 2, of) for at, of in zip(place, source, strict=True) if at >= 0}
+                    assert all(rows[sample] // 6 == of for sample, of in pairs) and pairs
+                questions = [[text for _, text in of_answer] for of_answer in batch["questions"]]
+                assert questions == [[f"q{row}"] for row in rows for _ in range(2)]
 
 
 def test_reference_values_follow_the_rows(folder):
