@@ -184,12 +184,18 @@ def held_out_line(line: dict[str, float], at: str = "eval/") -> str:
 
 
 def _try_it(run: "Run") -> str:
-    """A command that queries the checkpoint about a held-out sample of the report; writes the media to files."""
+    """A command that queries the checkpoint about a held-out sample of the report, or exports a reward model; writes
+    the media to files."""
     from encoders.registry import is_path
     from encoders.transformers_media.spec import MediaSpec
     from mimo_train.config.compose import to_dict
     from mimo_train.config.user_code import CALLBACKS, FORWARD_STEP, code_named
 
+    program = Path(sys.executable).parent / "mimo-train"  # the scripts leave its folder off PATH
+    program_text = min(os.path.relpath(program), str(program), key=len) if program.exists() else "mimo-train"
+    program_text, source = shlex.quote(program_text), shlex.quote(str(run.checkpoints))
+    if run.cfg.traits.value_head:
+        return f"{program_text} export {source} --to reward-model"
     run_dir = run.dir
     samples_file = run_dir / "samples.json"
     samples = json.loads(samples_file.read_text()) if samples_file.exists() else []
@@ -213,7 +219,4 @@ def _try_it(run: "Run") -> str:
         for key, names in code_named(to_dict(run.cfg)).items()
     )
     trust = " --trust-code" if own_encoder else ""
-    program = Path(sys.executable).parent / "mimo-train"  # the scripts leave its folder off PATH
-    program_text = min(os.path.relpath(program), str(program), key=len) if program.exists() else "mimo-train"
-    source = shlex.quote(str(run.checkpoints))
-    return f"{shlex.quote(program_text)} generate {source}{media} --prompt {shlex.quote(prompt)}{trust}"
+    return f"{program_text} generate {source}{media} --prompt {shlex.quote(prompt)}{trust}"

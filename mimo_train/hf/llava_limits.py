@@ -41,9 +41,12 @@ class NoLlava(Exception):
 
 def export_form(cfg: ConfigContainer) -> str:
     """Return what an export of a run will be, as a sentence, with the key that decides if it is several directories."""
+    folders = {module.pretrained for module in cfg.modules.values()}
+    if cfg.traits.value_head and cfg.encoders and len(folders) == 1 and "" not in folders:
+        return f"this run cannot be exported: transformers has no class for {folders.pop()} with a value head"
     if reason := why_several(cfg):
         form = f"a directory for each part, since transformers has no model for all: {reason}"
-    elif len(folders := {module.pretrained for module in cfg.modules.values()}) == 1 and "" not in folders:
+    elif len(folders) == 1 and "" not in folders:
         form = f"one directory, that of {folders.pop()} with the trained weights"
     elif cfg.encoders:
         form = "one directory, a LLaVA"

@@ -12,6 +12,7 @@ from mimo_train.config.schema_preference import PreferenceConfig
 from mimo_train.config.tasks import TASKS
 from mimo_train.evaluation.generation.answers import Answers
 from mimo_train.hf.classifier import classifier_config
+from mimo_train.hf.llava_limits import export_form
 from mimo_train.layout.run import resolve
 from mimo_train.training.tasks.reward import Reward
 
@@ -69,3 +70,6 @@ def test_configs_without_a_place_for_a_value_head():
     for model_type in ("", "cohere2"):
         with pytest.raises(UserError, match="has no class for sequence classification of"):
             classifier_config(model_type, None)
+    modules = dict.fromkeys(("images", "language"), SimpleNamespace(pretrained="vlm"))
+    composite = SimpleNamespace(modules=modules, encoders={"images": None}, traits=TASKS["reward"])
+    assert "cannot be exported: transformers has no class for vlm with a value head" in export_form(composite)
