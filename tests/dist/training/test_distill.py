@@ -159,6 +159,7 @@ def test_steps_of_a_vlm_equal_a_plain_loop(digits, tmp_path):
 
 
 ROWS = {
+    "the student as transformers has it": ["modules.language.implementation=transformers"],
     "tp2 sp, teacher dp2": [f"{LAYOUT}.tp=2", f"{LAYOUT}.sp=true", f"{TEACHER}.dp=2"],
     "pp2, teacher tp2": [f"{LAYOUT}.pp=2", f"{TEACHER}.tp=2", "distill.top_k=1000"],
     "cp2, teacher pp2": [f"{LAYOUT}.cp=2", f"{TEACHER}.pp=2", "train.micro_batch_size=2"],

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mimo_train.config.errors import ConfigError, UserError
+from mimo_train.training.tasks.distill import Distill
 from mimo_train.training.teacher import exchange
 from mimo_train.training.teacher.source import require_one_vocabulary
 
@@ -55,3 +56,15 @@ def test_other_vocabularies_are_an_error():
     require_one_vocabulary(student, student)
     with pytest.raises(ConfigError, match=r"distill.teacher: its tokenizer \(259 tokens\) is not data.tokenizer \(262"):
         require_one_vocabulary(teacher, student)
+
+
+def test_the_loss_weighs_divergence_and_cross_entropy_and_reports_sources():
+    distill = SimpleNamespace(weight=0.25, temperature=2.0)
+    mix = [SimpleNamespace(name="a", shards="a"), SimpleNamespace(name="b", shards="b")]
+    task = Distill(SimpleNamespace(distill=distill, data=SimpleNamespace(mix=mix)))
+    entropy, divergence = torch.tensor([[3.0, 5.0, 7.0]]), torch.tensor([[1.0, 2.0, 4.0]])
+    batch = {"loss_mask": torch.tensor([[1.0, 1.0, 0.0]]), "sources": torch.tensor([[0, 1, 1]])}
+    loss, tokens, report = task(batch, None, torch.stack([entropy, divergence]))
+    assert (loss.item(), tokens.item()) == (0.25 * 4 * 3 + 0.75 * 8, 2)
+    sums = {name: values.tolist() for name, values in report.items()}
+    assert sums == {"loss": [9, 2], "kl": [3, 2], "lm loss": [8, 2], "loss/a": [3.25, 1], "loss/b": [5.75, 1]}
