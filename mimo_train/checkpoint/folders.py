@@ -231,7 +231,7 @@ def in_folder(folder: Place, key: str) -> Place:
     Raises:
         UserError: the folder has no complete checkpoint, or a later incomplete one.
     """
-    if best.is_best(folder):
+    if best.is_best(folder) and not is_complete(folder):  # a user may have a link of this name
         return best_of(folder, key)
     if isinstance(folder, Url) and folder.scheme in WEB and not is_complete(folder):
         raise UserError(

@@ -78,10 +78,10 @@ def folders_at(path: Place) -> list[Place]:
     Raises:
         UserError: there is none.
     """
-    if is_best(path):
-        return [folders.best_of(path, "PATH")]
     if folders.is_complete(path):
         return [path]
+    if is_best(path):
+        return [folders.best_of(path, "PATH")]
     paths: list[Place] = []
     if folders.STEP.fullmatch(path.name):
         paths = [path] if folders.contents(path).names else []

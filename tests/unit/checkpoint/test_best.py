@@ -41,6 +41,10 @@ def test_the_best_stay_next_to_the_newest_and_are_named_by_a_path(tmp_path):
     assert folders.in_folder(path, "KEY") == folders.step_folder(tmp_path, 2)
     assert inspection.folders_at(path) == [folders.step_folder(tmp_path, 2)]
     assert folders.chosen(tmp_path / "other", str(path)) == folders.step_folder(tmp_path, 2)
+    link = tmp_path / "linked" / "checkpoints" / "best"  # of a user
+    link.parent.mkdir(parents=True)
+    link.symlink_to(folders.step_folder(tmp_path, 1))
+    assert folders.in_folder(link, "KEY") == link
     folder_changes.remove(folders.step_folder(tmp_path, 2))
     folder_changes.remove(folders.step_folder(tmp_path, 1))
     with pytest.raises(UserError, match=r"^KEY: none of the checkpoints in .*best exists \(steps 9, 2, 1, 4\)"):
