@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from lmms_eval.api.instance import Instance
+from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 from lmms_eval.api.task import ConfigurableTask
 from lmms_eval.evaluator import simple_evaluate
@@ -61,8 +61,9 @@ class MimoTrain(lmms):
                     texts[at] = decoding.cut(text)
         return texts
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Score continuations of a context, which is a user's message with the document's media."""
+    def loglikelihood(self, requests: list[Instance]) -> list[GenerationResult]:
+        """Score continuations of a context, which is a user's message with the document's media. lmms-eval 0.7.3 makes
+        a string of a pair that is not inside a result."""
         results = []
         for request in tqdm(requests, desc="scores", disable=_rank() > 0):
             context, continuation, to_visual, doc_id, task, split = request.args
@@ -71,7 +72,7 @@ class MimoTrain(lmms):
             visuals = to_visual(document) if callable(to_visual) else to_visual
             content = [{"type": _kind(visual), "url": visual} for visual in visuals or ()]
             message = {"role": "user", "content": [*content, {"type": "text", "text": context}]}
-            results.append(self._backend.score(request_of([message]), text))
+            results.append(GenerationResult(self._backend.score(request_of([message]), text)))
         return results
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
