@@ -148,3 +148,36 @@ def test_reference_values_are_of_the_start_weights_and_of_each_row(demos, tmp_pa
     assert [line["step"] for line in found["resumed"]][-1] == 3
     assert "start a new run" in found["missing"] and "step 3" in found["missing"]
     assert len(found["shorter files"]) == 2 and found["shorter files"].items() > found["still files"].items()
+
+
+PLAIN_DPO = ("train.iters=30", "preference.sft_weight=0", "optim.lr=2e-4")
+
+
+def demo_runs(folder: Path) -> list[dict]:
+    """On a rank: a few steps of vlm_digits, and of vlm_digits_dpo from its weights; the lines of the second run."""
+    from mimo_train.config.compose import load
+    from mimo_train.logging.sinks.jsonl import read_metrics
+    from mimo_train.training.pretrain import pretrain
+
+    common = ("layout=one_process", "run.device=cpu", "log.tensorboard=false", "data.demo=", "train.report_samples=0")
+    for name, kind, changes in (
+        ("vlm_digits", "digits", ("train.iters=20", "data.validation_shards=")),
+        (
+            "vlm_digits_dpo",
+            "digits_pairs",
+            PLAIN_DPO + (f"data.validation_shards={folder}/digits_pairs/held_out",),
+        ),
+    ):
+        demo = make_demo(folder / kind, kind, train_samples=240, held_out_samples=64, shards=1)
+        places = [f"run.dir={folder / name}", f"data.shards={demo}/train", f"data.cache_dir={folder / 'cache'}"]
+        places += [f"checkpoint.weights={folder / 'vlm_digits'}"] * name.endswith("dpo")
+        assert pretrain(load(name, (*common, *places, *changes, "optim.warmup_iters=5"))) == 0
+    return read_metrics(folder / "vlm_digits_dpo" / "metrics.jsonl")
+
+
+def test_the_demo_learns_right_from_wrong_answers(tmp_path):
+    (lines,) = run_ranks(demo_runs, 1, tmp_path)
+    first, last = lines[0], lines[-1]
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert last["eval/samples"] == 64 and last["eval/loss"] < 0.69
+    assert last["eval/rewards/accuracies"] > 0.6 and last["eval/rewards/margins"] > 0
