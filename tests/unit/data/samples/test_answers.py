@@ -14,6 +14,7 @@ from data.order.sources import Source
 from data.order.step import Batching, Reader
 from data.order.step_plan import Padding
 from data.records.members import read_fields
+from data.samples.answers import joined
 from data.samples.shard_dataset import ShardDataset
 from data.samples.text_lengths import TextLengths
 from data.text.tokens import build_tokenizer
@@ -120,6 +121,8 @@ def test_every_padding_has_the_same_answers_of_whole_samples(folders, name, form
                         assert len(batch["documents"]) in (count, count + 1)
                     else:
                         assert len(batch["input_ids"]) == count
+                    if name == "microbatch":
+                        assert batch["input_ids"].size(1) == -(-max(batch["lengths"]) // 4) * 4
             plan = of_step[0].plan
             assert plan.answers == 2 and plan.positions == sum(
                 batch["input_ids"].numel() for step in of_step for batch in step.microbatches
@@ -287,6 +290,9 @@ def test_a_prompt_that_fills_the_sequence_has_no_comparison(tmp_path):
     data = opened(tmp_path, shuffle=False)
     counted = [[int(answer.loss_mask.sum()) for answer in data.read_text(row)[0].answers] for row in range(3)]
     assert counted == [[4, 3], [1, 1], [0, 0]]  # with the end of the turn
+    complete = data.read_text(0)[0]
+    for answers in ([complete, complete.without_loss()], [complete.without_loss(), complete]):
+        assert not any(answer.loss_mask.any() for answer in joined(answers).answers)
 
 
 def test_a_table_is_read_as_the_shard(folders, tmp_path):
