@@ -24,6 +24,8 @@ TEMPLATE = (
     "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}A:{% endif %}"
 )
+KL_SPACING = 1e-4
+"""A mean of differences of log-probabilities near 200, whose spacing in fp32 is 1.5e-5; rewards are a tenth of them."""
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl", "nll_loss")
 FORMS = {"kto": "labels", "reward": "margins"}
 """Records of a task that does not read pairs alone."""
@@ -94,5 +96,6 @@ def test_five_steps_are_trl_s(folder, task):
         for name in ("loss", "grad_norm"):
             assert mine[name] == pytest.approx(other[name], rel=1e-5), (name, mine, other)
         for name in mine.keys() & other.keys() & {*REWARDS}:
-            assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), (name, mine, other)
+            bound = KL_SPACING if name == "kl" else 1e-5
+            assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=bound), (name, mine, other)
     assert ours[-1]["loss"] != pytest.approx(ours[0]["loss"], rel=1e-5)
