@@ -110,10 +110,10 @@ def documented() -> dict[str, re.Pattern]:
     rows = re.findall(r"^\| key \| unit \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
     firsts = [line.split(" | ")[0] for row in rows for line in row.splitlines()]
     stands_for = {"MODULE": "(images|language)", "PARAMETER": r"[\w.]+", "PART": f"({'|'.join(PARTS)})"}
-    stands_for |= {"NAME": "(one|other|more)", "LOSS": "loss of one's own"}
+    stands_for |= {"NAME": "(one|other|more)", "LOSS": "loss of one's own", "METRIC": "accuracy"}
 
     def pattern(key: str) -> re.Pattern:
-        return re.compile(re.sub("PARAMETER|MODULE|PART|NAME|LOSS", lambda word: stands_for[word[0]], key))
+        return re.compile(re.sub("PARAMETER|METRIC|MODULE|PART|NAME|LOSS", lambda word: stands_for[word[0]], key))
 
     return {key: pattern(key) for first in firsts for key in re.findall("`([^`]+)`", first)}
 
@@ -135,6 +135,7 @@ def test_the_page_names_the_keys_that_are_logged_and_no_others(digits, tmp_path)
     own = ("modules.images.optim.projector_lr=1e-3", "train.eval_samples=8")
     held_out = (f"data.validation_shards={digits}/held_out", "layout=two_processes")
     held_out += (f"data.validation={{more: {{shards: {digits}/held_out}}}}", f"data.test_shards={digits}/held_out")
+    held_out += (f"data.test={{more: {{shards: {digits}/held_out}}}}",)
     sources = ", ".join(f"{{shards: {digits}/train, name: {name}}}" for name in ("one", "other"))
     mixed = ("data.shards=", "data.demo=", f"data.mix=[{sources}]")
     lines = run("vlm_digits", digits, tmp_path, *EVERYTHING, *own, *held_out, *mixed)
@@ -143,6 +144,7 @@ def test_the_page_names_the_keys_that_are_logged_and_no_others(digits, tmp_path)
     # Where nothing goes wrong, there are none of these.
     written |= {"skipped_iters", "bad_samples", "empty_steps", "nan_iters"}
     written |= {"eval/loss of one's own"}  # of a caller's loss function
+    written |= {"eval/accuracy", "eval/more/accuracy"}  # of generated answers, with all modules on the same ranks
     written |= {f"imbalance{what}/language" for what in ("", "_tokens", "_attention")}  # of several data-parallel ranks
     keys = documented()
     assert len(keys) > 40
