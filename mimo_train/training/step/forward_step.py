@@ -42,8 +42,8 @@ MODEL_INPUTS = (
     "feature_rows",
 )
 """Keys of a microbatch that the model takes."""
-TOKEN_KEYS = ("input_ids", "position_ids", "labels", "loss_mask", "sources", "answers")
-"""Keys of a microbatch with a value for each token, [batch, sequence]."""
+LOSS_KEYS = ("labels", "sources", "answers")
+"""Keys of a microbatch with a value for each token, [batch, sequence], that the loss takes besides its mask."""
 LEARNED, LESSON, PADDING = "learned", "lesson", "padding"
 
 
@@ -89,7 +89,8 @@ def mimo_forward_step(
             "check that modules and modules.*.layout describe the same ranks"
         )
     groups = unwrap_model(mimo_model.language_model).pg_collection
-    local = batch | own_part({key: batch[key] for key in TOKEN_KEYS if key in batch}, groups.cp)
+    # The model cuts its own inputs, of which positions may have several axes.
+    local = batch | own_part({key: batch[key] for key in LOSS_KEYS if key in batch}, groups.cp)
     return output, partial(state.task, local | {"loss_mask": loss_mask}, groups)
 
 
@@ -111,7 +112,8 @@ def gpt_forward_step(
     """
     batch = _next(data_iterator)
     groups = unwrap_model(model).pg_collection
-    local = batch | own_part({key: batch[key] for key in TOKEN_KEYS if key in batch}, groups.cp)
+    of_tokens = ("input_ids", "position_ids", "loss_mask", *LOSS_KEYS)
+    local = batch | own_part({key: batch[key] for key in of_tokens if key in batch}, groups.cp)
     inputs: dict[str, Any] = {key: local[key] for key in ("input_ids", "position_ids", "labels") if key in local}
     inputs |= {"attention_mask": None, "packed_seq_params": documents_of(batch, groups.cp.size())}
     if return_schedule_plan:

@@ -89,7 +89,8 @@ def test_rows_of_sequence_parallel_ranks_are_whole_units():
 
 def test_copies_of_weights_by_hand():
     sizes = (f"{LANGUAGE}llm.num_layers=3", f"{LANGUAGE}llm.hidden_size=96", f"{LANGUAGE}llm.ffn_hidden_size=192",
-             f"{LANGUAGE}llm.num_attention_heads=6")  # fmt: skip
+             f"{LANGUAGE}llm.num_attention_heads=6", f"{LANGUAGE}llm.num_query_groups=6",
+             f"{LANGUAGE}llm.head_size=16")  # fmt: skip
     layer = 96 * (3 * 96) + 96 * 96 + 96 * (2 * 192) + 192 * 96
     cfg = load("vlm_digits", *FP8, *sizes)
     assert fp8_weight_bytes(cfg, "language", 0, tp=2, stages=1) == 3 * layer  # 2 bytes over tp 2

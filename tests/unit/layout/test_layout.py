@@ -125,7 +125,14 @@ SHARED = {"placement.mode": "shared"}
             "data.sequence_length",
             ["102 tokens", "2 x cp 3 x tp 4", "multiple of 24", "set sp to false"],
         ),
-        ({f"{LANGUAGE}.llm.num_attention_heads": 5}, f"{LANGUAGE}.llm.num_attention_heads", ["5", "hidden_size 96"]),
+        (
+            {
+                f"{LANGUAGE}.llm.{key}": value
+                for key, value in (("num_attention_heads", 5), ("num_query_groups", 0), ("head_size", 0))
+            },
+            f"{LANGUAGE}.llm.num_attention_heads",
+            ["5", "hidden_size 96"],
+        ),
         ({f"{IMAGES}.encoder.patch_size": 7}, f"{IMAGES}.encoder.patch_size", ["7", "image_size 48"]),
         ({f"{IMAGES}.projector.merge": 3}, f"{IMAGES}.projector.merge", ["3", "4 x 4"]),
         ({"placement.mode": "stacked"}, "placement.mode", ["'stacked'"]),

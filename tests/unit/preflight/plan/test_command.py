@@ -74,7 +74,7 @@ def test_what_is_written_is_said(capsys, monkeypatch, tmp_path, as_json, speed, 
         (("--write", "none/layout.yaml"), "--write: the folder none of layout.yaml does not exist"),
         (("optim.lr=-1",), "optim.lr"),
         (("train.global_batch_size=0",), "train.global_batch_size"),
-        (("modules.language.llm.hidden_size=97",), "modules.language.llm"),
+        (("modules.language.llm.num_attention_heads=5",), "modules.language.llm"),
     ],
 )
 def test_what_cannot_be_planned_is_a_fault(capsys, monkeypatch, tmp_path, arguments, words):
