@@ -100,6 +100,8 @@ class References:
         settings = (
             self._progress.start_weights,
             dataset.fingerprint,
+            # Of shards that are split, each set has rows of its own.
+            [part.held is not None and part.only_held for part in dataset.order.parts],
             dataset.lengths_keys(),
             cfg.traits.form,
             (cfg.data.blind, cfg.data.background, cfg.train.precision),

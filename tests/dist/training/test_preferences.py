@@ -133,6 +133,7 @@ def test_reference_values_are_of_the_start_weights_and_of_each_row(demos, tmp_pa
             "resumed": (of("first", "b", *longer), ""),
             "missing": (of("first", "b", "train.iters=4", *saving[1:]), "remove"),
             "shorter": (of("shorter", "a", *still, "train.iters=1", "data.sequence_length=96"), ""),
+            "split": (of("split", "c", *still, "train.iters=1", "data.validation_fraction=0.25"), ""),
         },
     )[0]
     for line in found["still"]:
@@ -147,6 +148,7 @@ def test_reference_values_are_of_the_start_weights_and_of_each_row(demos, tmp_pa
     assert found["first files"] != found["damaged files"] == found["resumed files"]
     assert [line["step"] for line in found["resumed"]][-1] == 3
     assert "start a new run" in found["missing"] and "step 3" in found["missing"]
+    assert found["split"][-1]["eval/loss"] == pytest.approx(0.693147, abs=1e-5) and len(found["split files"]) == 2
     assert len(found["shorter files"]) == 2 and found["shorter files"].items() > found["still files"].items()
 
 
