@@ -16,6 +16,8 @@ References = Sequence[Sequence[str]]
 """References of each prediction, at least one."""
 KEY = "--metric"
 _ALL = "There are {}, and module:function"
+_MEASURED = {"loss", "exact_match", "samples", "tokens"}
+"""Names of what evaluations measure without generating texts."""
 
 
 class Scores(NamedTuple):
@@ -69,11 +71,17 @@ def require_metrics(names: Sequence[str], key: str = KEY) -> None:
         key: option or config key that names them.
 
     Raises:
-        UserError: there is no such metric or function, or its library is not installed.
+        UserError: there is no such metric or function, a function has the name of another value, or a library is not
+            installed.
     """
-    for name in names:
+    titles = {*METRICS, *_MEASURED}
+    for name in dict.fromkeys(names):
         if ":" in name:
             _function(name, key)
+            title = name.rpartition(":")[2]
+            if title in titles:
+                raise UserError(f"{key}: {name} would replace another value named {title}. Rename the function")
+            titles.add(title)
         elif name not in METRICS:
             raise UserError(f"{key}: no metric {name!r}. {nearest(name, METRICS)}. {_ALL.format(', '.join(METRICS))}")
         elif library := METRICS[name].library:

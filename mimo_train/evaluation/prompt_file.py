@@ -23,7 +23,7 @@ class PromptFile:
         self._path = path
         try:
             self.raw = path.read_bytes()
-            lines = self.raw.decode().splitlines()
+            lines = self.raw.decode("utf-8-sig").split("\n")  # `splitlines` also splits within texts, at U+2028
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompts: cannot read {path}: {error}") from error
         self.records = [self._record(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -173,6 +173,14 @@ def test_what_cannot_be_scored_is_named(name, message, monkeypatch):
         score([name], ["x"], [["x"]])
 
 
+@pytest.mark.parametrize("names", [["mine:loss"], ["mine:accuracy"], ["mine:f", "theirs:f"]])
+def test_a_function_does_not_replace_another_value(names, monkeypatch):
+    monkeypatch.setattr(metrics, "_function", lambda name, key: mine)
+    with pytest.raises(UserError, match=r"--metric: .* would replace another value named"):
+        require_metrics(names)
+    require_metrics(["mine:f", "mine:f", "accuracy"])
+
+
 def test_a_missing_library_is_named_with_the_extra_that_has_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "jiwer", None)
     with pytest.raises(

@@ -58,6 +58,8 @@ def test_all_ways_to_write_a_prompt_are_the_same_prompt(names, prompts, tmp_path
     assert first.rows["images"] == 16 * len(names) and all(same(first, other) for other in others)
     reverse, *_ = read(tmp_path, prompts, json.dumps({"prompt": text, "images": ["b.png", *names][: len(names)]}))
     assert not same(first, reverse)
+    separated, *_ = read(tmp_path, prompts, json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False))
+    assert separated.ids == read(tmp_path, prompts, json.dumps({"prompt": "a\u2028b"}))[0].ids
 
 
 def test_a_system_text_and_earlier_turns_come_first(prompts, tmp_path):
