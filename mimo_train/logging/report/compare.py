@@ -30,6 +30,8 @@ SHOWN = 60
 _OF_PLACE = ("run.dir", "checkpoint.dir", "data.cache_dir")
 """Keys that differ between any two runs."""
 _PATTERN = "*predictions*.jsonl"
+_LOSSES = ("loss", "lm loss")
+"""Losses of training: of a task other than sft, and of tokens."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def metric_names(runs: Sequence[ComparedRun]) -> list[str]:
     """Return the keys to compare: losses of training, then what evaluations give."""
     keys = dict.fromkeys(key for run in runs for key in run.data)
     measured = [key for key in keys if key.startswith(("eval/", "test/")) and not key.endswith("/samples")]
-    return [key for key in keys if key == "lm loss"] + measured
+    return [key for key in keys if key in _LOSSES] + measured
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ def charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     unit, scale = next((unit, scale or 1.0) for unit, scale in units if times >= 2 * scale)
     for name in metric_names(runs):
         made.append(_chart(name, [(run, *run.curve(name, run.samples)) for run in runs], "samples", 1.0))
-        if name == "lm loss" or name.endswith("/loss") and not name.startswith("test/"):
+        if name in _LOSSES or name.endswith("/loss") and not name.startswith("test/"):
             made.append(_chart(name, [(run, *run.curve(name, run.seconds)) for run in runs], unit, scale))
     return [each for each in made if each is not None]
 
@@ -222,7 +224,7 @@ def _chart(
     ]
     last = max((max(each.steps) for each in series), default=0.0)
     title = name if unit == "samples" else f"{name}, by training time"
-    return chart(title, "smoothed" if name == "lm loss" else "", series, last_step=last, x_name=unit)
+    return chart(title, "smoothed" if name in _LOSSES else "", series, last_step=last, x_name=unit)
 
 
 @dataclass

@@ -88,6 +88,12 @@ def test_metrics_at_equal_samples_and_at_equal_time(runs):
     assert tables["Last values"] == {"lm loss": ["0.5", "1"], "eval/loss": ["0.05", "0.2"], "eval/margin": ["", "0.5"]}
 
 
+def test_the_loss_of_every_task_is_compared(runs):
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 21, "consumed_samples": 672, "loss": 0.25}) + "\n")
+    assert dict(metric_tables(read_runs(runs))[-1].rows)["loss"] == ["0.25", ""]
+
+
 def test_predictions_of_the_same_sample_side_by_side(runs):
     samples, total = compared_samples(read_runs(runs))
     assert total == 3
