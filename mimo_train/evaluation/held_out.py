@@ -291,17 +291,17 @@ def open_held_out(
 
 @contextlib.contextmanager
 def evaluating(model: list) -> Iterator[None]:
-    """Set chunks to evaluation mode, without gradients, and restore the random state at the end. So a run that resumes
-    from the checkpoint before the evaluation draws the same numbers."""
-    before = devices.get_rng_state()
+    """Set chunks to evaluation mode, without gradients, and restore their mode and the random state at the end. So a
+    run that resumes from the checkpoint before the evaluation draws the same numbers."""
+    before, modes = devices.get_rng_state(), [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for chunk in model:
-            chunk.train()
+        for chunk, is_training in zip(model, modes, strict=True):
+            chunk.train(is_training)
         devices.set_rng_state(before)
 
 

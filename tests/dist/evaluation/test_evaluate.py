@@ -34,6 +34,7 @@ def trained(digits, tmp_path_factory):
         *USUAL_ADAM,
         "optim.lr=1e-2",
         "modules.images.lora.rank=4",
+        "modules.language.llm.dropout=0.1",  # of training only
         "train.iters=40",
         "train.global_batch_size=8",
         "train.micro_batch_size=4",
