@@ -52,6 +52,8 @@ class Answerer:
     ) -> dict[tuple[int, int], str]:
         """Return the answers to turns, by sample number and turn. Collective over the replicas.
 
+        An answer is empty if the prompt fills `data.sequence_length`.
+
         Args:
             turns: answered turns of each sample.
         """
@@ -59,10 +61,12 @@ class Answerer:
         numbers = self.share(list(turns))
         of_samples = (turn_prompts(dataset, self.prompts, number, turns[number]) for number in numbers)
         for chunk in batched(chain.from_iterable(of_samples), CHUNK):
+            answered = [each for each in chunk if self.answers.has_room(each.prompt)]
             # Numbers of draws, so that a seed draws the same texts at every layout.
-            draws = [(each.number << 10) + each.turn for each in chunk]
-            answers = self.answers.batch([each.prompt for each in chunk], draws)
-            texts |= {(each.number, each.turn): answer.text for each, answer in zip(chunk, answers, strict=True)}
+            draws = [(each.number << 10) + each.turn for each in answered]
+            answers = self.answers.batch([each.prompt for each in answered], draws)
+            texts |= {(each.number, each.turn): "" for each in chunk}
+            texts |= {(each.number, each.turn): answer.text for each, answer in zip(answered, answers, strict=True)}
             progress(len(chunk) * self.group.size())
         return {key: text for part in self.gather(texts) for key, text in part.items()}
 

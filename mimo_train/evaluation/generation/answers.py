@@ -191,13 +191,17 @@ class Answers:
         draft.stream.end()
         return draft.answer()
 
+    def has_room(self, prompt: Prompt) -> bool:
+        """True if a prompt leaves room for an answer."""
+        return len(prompt.ids) < self._sequence_length
+
     def _next(self, answers: int) -> Sequence[int]:
         first, self._answered = self._answered, self._answered + answers
         return range(first, first + answers)
 
     def _draft(self, prompt: Prompt, number: int, write: Callable[[str], None] = nowhere) -> "Draft":
         left = self._sequence_length - len(prompt.ids)
-        if left < 1:
+        if not self.has_room(prompt):
             raise UserError(
                 f"the prompt takes {len(prompt.ids)} tokens with its media and leaves no room for an answer: the model "
                 f"was trained on data.sequence_length {self._sequence_length}; shorten it"
