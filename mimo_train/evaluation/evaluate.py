@@ -89,9 +89,6 @@ def _scored(
     settings: Settings,
 ) -> Evaluated:
     lines, references = [], References(held_out.dataset, settings.references)
-    answered: dict[int, int] = {}
-    for entry in entries:
-        answered[entry["number"]] = answered.get(entry["number"], 0) + 1
     for entry in entries:
         number, turn = entry["number"], entry["turn"]
         shard, key = held_out.dataset.locate(number)
@@ -99,7 +96,7 @@ def _scored(
         line |= {"prediction": entry["answer"] if texts is None else texts[number, turn], "truth": entry["truth"]}
         scores: dict[str, Any] = {name: entry[name] for name in ("exact_match", "loss", "tokens")}
         if settings.metrics:
-            line["references"] = references.of(number, turn, answered[number], entry["truth"])
+            line["references"] = references.of(number, turn, entry["truth"])
         lines.append(line | {"scores": scores})
     if settings.metrics:
         if not lines:

@@ -169,7 +169,7 @@ class HeldOut:
         with agreed(values) as of_ranks:
             if dist.get_rank() == self._run.layout.logging_rank and entries:
                 of = References(self.dataset)
-                references = [of.of(number, turn, len(turns[number]), truth) for number, turn, truth in places]
+                references = [of.of(*place) for place in places]
                 values |= score(self.metrics, [entry["answer"] for entry in entries], references)
         return {f"{self.prefix}{name}": value for name, value in of_ranks[self._run.layout.logging_rank].items()}
 

@@ -89,21 +89,19 @@ class References:
         self._dataset, self._field = dataset, field
         self.counts: dict[str, int] = {}
 
-    def of(self, number: int, turn: int, turns: int, truth: str) -> list[str]:
-        """Return the references of a turn.
-
-        Args:
-            turns: number of answered turns of its sample.
-            truth: text of the turn.
+    def of(self, number: int, turn: int, truth: str) -> list[str]:
+        """Return the references of an answered turn, whose text is `truth`.
 
         Raises:
             UserError: the record has no such field, or it holds no texts, or not one list for each of several turns.
         """
         record = self._dataset.read_record(number)
         fields = record if isinstance(record, dict) else {}
-        names = [self._field] if self._field else [name for name in REFERENCES if turns == 1]
-        name = next((name for name in names if fields.get(name) is not None), None)
-        if name is None and not self._field:
+        names = (self._field,) if self._field else REFERENCES
+        name = next((each for each in names if fields.get(each) is not None), None)
+        # All answered turns of the record, also those that data.sequence_length cuts.
+        turns = len(self._dataset.read_text(number)[0].questions or ()) if name or self._field else 0
+        if not self._field and (name is None or turns > 1):
             self.counts[TRUTH] = self.counts.get(TRUTH, 0) + 1
             return [truth]
         values = fields.get(name or "")

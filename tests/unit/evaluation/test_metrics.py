@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.evaluation import metrics
 from mimo_train.evaluation.metrics import METRICS, require_metrics, score, score_each
 from mimo_train.evaluation.normal_forms import choice_of, vqa_answer
+from mimo_train.evaluation.turns import References
 
 
 def of_one(name: str, prediction: str, *references: str) -> float:
@@ -111,13 +113,13 @@ PAIRS = [
     ("", ["nothing is here"]),
     ("a red bus", ["a red bus", "the bus"]),
 ]
-PREDICTIONS, REFERENCES = [text for text, _ in PAIRS], [texts for _, texts in PAIRS]
+PREDICTIONS, TEXTS = [text for text, _ in PAIRS], [texts for _, texts in PAIRS]
 
 
 def test_error_rates_are_those_of_jiwer():
     jiwer = pytest.importorskip("jiwer")
     for name, rate in (("wer", jiwer.wer), ("cer", jiwer.cer)):
-        scores = score_each([name], PREDICTIONS, REFERENCES)[name]
+        scores = score_each([name], PREDICTIONS, TEXTS)[name]
         nearest = [min((rate(text, prediction), text) for text in texts) for prediction, texts in PAIRS]
         assert scores.each == pytest.approx([value for value, _ in nearest])
         assert scores.value == pytest.approx(rate([text for _, text in nearest], PREDICTIONS))
@@ -131,7 +133,7 @@ def test_rouge_is_that_of_its_library_on_the_best_reference():
         expected = [
             max(library.score(text, prediction)[name].fmeasure for text in texts) for prediction, texts in PAIRS
         ]
-        scores = score_each([name], PREDICTIONS, REFERENCES)[name]
+        scores = score_each([name], PREDICTIONS, TEXTS)[name]
         assert scores.each == pytest.approx(expected) and scores.value == pytest.approx(sum(expected) / 4)
 
 
@@ -146,6 +148,37 @@ def test_cider_is_that_of_coco_caption_on_plain_words():
     scores = score_each(["cider"], *zip(*texts, strict=True))["cider"]
     assert scores.value == pytest.approx(float(value)) and scores.each == pytest.approx([float(item) for item in each])
     assert each[0] > 1 and each[1] < 1
+
+
+class OneRecord:
+    """A sample with a record, of which `data.sequence_length` has cut all answered turns but the first."""
+
+    def __init__(self, record, turns: int):
+        self.record, self.turns = record, turns
+
+    def read_record(self, number):
+        return self.record
+
+    def read_text(self, number):
+        return SimpleNamespace(questions=((0, "?"),) * self.turns), None
+
+    def locate(self, number):
+        return "a.tar", "0"
+
+
+@pytest.mark.parametrize(
+    ("record", "turns", "field", "expected"),
+    [
+        ({"answers": ["7", "seven"]}, 1, "", ["7", "seven"]),
+        ({"references": [{"answer": 7}], "answers": ["8"]}, 1, "", ["7"]),
+        ({"answers": ["7", "3"]}, 2, "", ["truth"]),  # one for each turn, although one turn is left
+        ({"answers": ["7", "3"]}, 2, "answers", ["7"]),
+        ({}, 1, "", ["truth"]),
+        (None, 1, "", ["truth"]),
+    ],
+)
+def test_references_are_those_of_the_turn_also_if_later_turns_are_cut(record, turns, field, expected):
+    assert References(OneRecord(record, turns), field).of(0, 0, "truth") == expected
 
 
 def mine(predictions, references):
