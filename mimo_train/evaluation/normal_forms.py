@@ -83,8 +83,9 @@ def choice_of(text: str) -> str:
     """Return the letter of a multiple-choice answer such as "B", "(b)", "B. red" or "The answer is B"; else the text
     without case and final period."""
     choice = _CHOICE.match(text)
-    # "a red car" is a text and not the choice A.
-    if choice and (choice[1].isupper() or len(text.strip(" ()[].:*")) == 1):
+    # "a red car" and "A red car" are texts and not the choice A.
+    is_word = choice is not None and choice[0] in ("A ", "I ")
+    if choice and not is_word and (choice[1].isupper() or len(text.strip(" ()[].:*")) == 1):
         return choice[1].upper()
     return text.strip().rstrip(".").lower()
 

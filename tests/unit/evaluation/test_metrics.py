@@ -101,6 +101,10 @@ def test_scores_are_those_of_the_definition(name, prediction, references, expect
         ("So the answer is (A).", "A"),
         ("Boats.", "boats"),
         ("a boat", "a boat"),
+        ("A boat.", "a boat"),
+        ("I see a boat", "i see a boat"),
+        ("A\nIt floats.", "A"),
+        ("The answer is A because it floats", "A"),
     ],
 )
 def test_choices_are_read_as_people_write_them(text, choice):
