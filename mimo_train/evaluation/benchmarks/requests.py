@@ -47,10 +47,10 @@ def decoding_of(options: Mapping[str, Any]) -> Decoding:
     """Read a task's `generation_kwargs`. Raises UserError for what would change answers and is not supported."""
     options = {name: value for name, value in options.items() if value is not None and name not in _OF_OTHER_MODELS}
     stops = options.pop("until", ())
-    temperature = float(options.pop("temperature", 0))
-    is_drawn = options.pop("do_sample", temperature > 0)
+    temperature = float(options.pop("temperature", 1.0 if options.get("do_sample") else 0.0))
+    is_drawn = options.pop("do_sample", True) and temperature > 0
     sampling = Sampling(
-        (temperature or 1.0) if is_drawn else 0.0,
+        temperature if is_drawn else 0.0,
         int(options.pop("top_k", 0)) if is_drawn else 0,
         float(options.pop("top_p", 1)) if is_drawn else 1.0,
         SEED,

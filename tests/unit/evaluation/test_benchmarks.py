@@ -25,6 +25,7 @@ GREEDY = Sampling(0, 0, 1, 1234)
         ({"until": "x", "do_sample": False, "temperature": 0, "top_p": None}, Decoding(GREEDY, None, ("x",))),
         ({"do_sample": False, "temperature": 0.7, "top_p": 0.9, "top_k": 3}, Decoding(GREEDY, None, ())),
         ({"temperature": 0.7, "top_p": 0.9, "top_k": 3}, Decoding(Sampling(0.7, 3, 0.9, 1234), None, ())),
+        ({"do_sample": True, "temperature": 0}, Decoding(GREEDY, None, ())),
         ({"do_sample": True, "image_aspect_ratio": "original"}, Decoding(Sampling(1, 0, 1, 1234), None, ())),
     ],
 )
