@@ -123,7 +123,9 @@ class Decoder:
         inputs: dict[str, Any] = {"input_ids": ids_BS, "attention_mask": None}
         with self._alone():
             if not self._is_as_is:
-                embedding_SBH = self._language.embedding(input_ids=ids_BS, position_ids=positions[..., column:])
+                # An answer that is complete may go on behind the last learned position; nobody reads its logits.
+                last = positions[..., column:].clamp(max=self._language.max_sequence_length - 1)
+                embedding_SBH = self._language.embedding(input_ids=ids_BS, position_ids=last)
                 inputs |= {"input_ids": None, "decoder_input": embedding_SBH}
                 if self._cache.is_padded:
                     seen_BC = torch.arange(column + 1, device=ids_BS.device) < self._lengths_B[:, None]
