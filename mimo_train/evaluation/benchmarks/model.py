@@ -51,8 +51,8 @@ class ModelAnswers:
             try:
                 prompts = [self._prompt(requests[number]) for number in numbers]
                 of_rank = [answer.text for answer in answers.batch(prompts, list(numbers))]
-            except UserError as fault:  # of one replica: the others wait for its answers
-                error = str(fault)
+            except Exception as fault:  # of one replica: the others wait for its answers
+                error = str(fault) if isinstance(fault, UserError) else f"{type(fault).__name__}: {fault}"
             parts: list[Any] = [None] * size
             dist.all_gather_object(parts, (error, of_rank), group=self._replicas)
             for at, (error, of_replica) in enumerate(parts):
@@ -64,9 +64,11 @@ class ModelAnswers:
 
     def score(self, request: Request, continuation: str) -> tuple[float, bool]:
         """Return the log-probability (nats) of an answer that begins with a text, and True if greedy decoding writes
-        it. Every replica computes all."""
-        prompt = self._prompt(request)
+        it. Every replica computes all. Raises UserError if the text does not fit into the model's sequences."""
+        prompt, length = self._prompt(request), self._cfg.data.sequence_length
         tokens, total, is_greedy = self._tokenizer.encode(continuation), 0.0, True
+        if (needed := len(prompt.ids) + len(tokens)) > length:
+            raise UserError(f"a prompt and its answer take {needed} tokens, and data.sequence_length is {length}")
         (logits_V,) = self._decoder.begin([prompt], len(prompt.ids) + len(tokens))
         for number, token in enumerate(tokens):
             total += float(torch.log_softmax(logits_V.double(), 0)[token])
