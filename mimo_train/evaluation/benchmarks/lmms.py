@@ -56,7 +56,7 @@ class MimoTrain(lmms):
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="answers", disable=_rank() > 0) as bar:
             for decoding, places in groups.items():
-                chats = [self._chat(requests[at]) for at in places]
+                chats = _Chats([requests[at] for at in places], self.task_dict)
                 for at, text in zip(places, self._backend.answer(chats, decoding, bar.update), strict=True):
                     texts[at] = decoding.cut(text)
         return texts
@@ -79,9 +79,19 @@ class MimoTrain(lmms):
         """Raise UserError: no document of such a task is one conversation."""
         raise UserError("tasks of several rounds are not supported. Leave it out")
 
-    def _chat(self, request: Instance) -> Request:
-        _, to_messages, _, doc_id, task, split = request.args
-        return request_of(to_messages(self.task_dict[task][split][doc_id]))
+
+class _Chats(Sequence[Request]):
+    """Requests of lmms-eval, whose media are only read when one is taken: not all fit into memory."""
+
+    def __init__(self, requests: Sequence[Instance], documents: Any):
+        self._requests, self._documents = requests, documents
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, at: Any) -> Any:
+        _, to_messages, _, doc_id, task, split = self._requests[at].args
+        return request_of(to_messages(self._documents[task][split][doc_id]))
 
 
 def _kind(visual: Any) -> str:

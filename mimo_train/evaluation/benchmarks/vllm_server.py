@@ -81,7 +81,7 @@ class VllmServer:
         """Return the texts of answers, in order; see `ModelAnswers.answer`."""
         texts = []
         with ThreadPoolExecutor(CONCURRENT) as pool:
-            for text in pool.map(lambda request: self._answer(request, decoding), requests):
+            for text in pool.map(lambda at: self._answer(requests[at], decoding), range(len(requests))):
                 texts.append(text)
                 done(1)
         return texts
