@@ -73,12 +73,12 @@ def remove_old(
         non_persistent: kind of the checkpoints.
         keep_every: keep every step that is a multiple of this; 0 for none.
         best: steps in the order of `checkpoint.keep_best`, the best first.
-        best_count: number of these to keep, of those that have a checkpoint.
+        best_count: number of these to keep, of those that have a persistent checkpoint.
 
     Raises:
         OSError: one cannot be removed.
     """
-    keep, multiple = (1, 0) if non_persistent else (keep, keep_every)
+    keep, multiple, best_count = (1, 0, 0) if non_persistent else (keep, keep_every, best_count)
     checkpoints = complete(run_dir, non_persistent)
     replaced = [folder for folder, following in pairwise(checkpoints) if step_in(folder) == step_in(following)]
     kept = [folder for folder in checkpoints if folder not in replaced]

@@ -36,6 +36,10 @@ def test_the_best_stay_next_to_the_newest_and_are_named_by_a_path(tmp_path):
     )
     folder_changes.remove_old(tmp_path, 1, best=(9, 2, 1, 4), best_count=2)
     assert names(tmp_path) == [1, 2, 5]
+    for step in (2, 3):  # of these, the newest alone stays
+        saved(tmp_path, step, non_persistent=True)
+    folder_changes.remove_old(tmp_path, 1, True, best=(2, 3), best_count=2)
+    assert names(tmp_path) == [1, 2, 5] and names(tmp_path, True) == [3]
     path = tmp_path / "checkpoints" / "best"
     assert json.loads(path.read_text())["best"][1] == {"step": 2, "value": 0.2}
     assert folders.in_folder(path, "KEY") == folders.step_folder(tmp_path, 2)
