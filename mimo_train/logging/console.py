@@ -21,8 +21,8 @@ from mimo_train.logging.rank_log import to_nowhere
 _SECONDS_BETWEEN_LINES = 1.0
 _LEARNING_RATE, _OF_SOURCE, _TIMERS = "learning_rate/", "loss/", "timers/"
 _OF_PARTS = (_OF_SOURCE, "moe/", "logps/")
-_MAIN_LOSSES = ("lm loss", "loss")
 """Prefixes of the losses of single sources and layers."""
+_MAIN_LOSSES = ("lm loss", "loss")
 
 
 class Console:
