@@ -80,7 +80,9 @@ class Evaluator(Callback):
             if reason and state.stopped_early is None and state.train_state.step < state.last_step:
                 state.console.message(f"stopping early at step {state.train_state.step}: {reason}")
                 state.stopped_early = state.train_state.step
-                self._values([each for each in self._session.held_out_sets if each not in sets], resumed)
+                others = [each for each in self._session.held_out_sets if each not in sets]
+                if others and (values := self._values(others, resumed)) is not None:
+                    note_scores(state, values, [each.prefix for each in others], during)
             if state.cfg.checkpoint.keep_best.metric:
                 self._saver.keep_best()
         if votes.agreed != before or state.stopped_early is not None:

@@ -58,10 +58,9 @@ def note_scores(state: GlobalState, values: Mapping[str, float], evaluated: Sequ
     if fault:
         raise UserError(fault)
     step, before = state.train_state.step, state.train_state.scores
-    # Of a repeated evaluation, the last counts.
-    after = {metric: [entry for entry in before.get(metric, []) if entry[0] < step] for metric in sorted(metrics)}
-    for metric, value in scores.items():
-        after[metric].append([step, value])
+    after = {metric: list(before.get(metric, [])) for metric in sorted(metrics)}
+    for metric, value in scores.items():  # of a repeated evaluation, the last counts
+        after[metric] = [entry for entry in after[metric] if entry[0] < step] + [[step, value]]
     state.train_state.scores = after
 
 

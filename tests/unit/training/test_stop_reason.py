@@ -1,12 +1,14 @@
 """When a run ends early, and the faults of the keys that watch a metric."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.schema_selection import StopEarlyConfig
-from mimo_train.training.watching import missing, stop_reason
+from mimo_train.training import watching
+from mimo_train.training.watching import missing, note_scores, stop_reason
 from tests.unit.configs import load
 
 
@@ -60,3 +62,15 @@ def test_a_metric_of_a_set_that_was_not_evaluated_is_not_missing():
     assert missing(cfg, {"eval/loss": 1.0}, ["eval/"], sets) == ""
     fault = missing(cfg, {"eval/loss": 1.0, "eval/charts/loss": 2.0}, sets, sets)
     assert fault == "checkpoint.keep_best.metric: no evaluation gives eval/charts/anls. Set one of eval/charts/loss"
+
+
+def test_sets_of_one_step_may_be_evaluated_apart(monkeypatch):
+    """As those that an early end evaluates after the set that decides it."""
+    monkeypatch.setattr(watching.dist, "get_world_size", lambda: 1)
+    watch = "checkpoint.keep_best={metric: eval/a/loss, mode: min}", "train.stop_early={metric: eval/loss, mode: min}"
+    cfg, sets = load("vlm_digits", *watch, "data.validation={a: {shards: x, interval: 5}}"), ["eval/", "eval/a/"]
+    run = SimpleNamespace(step=8, scores={"eval/loss": [[4, 1.0], [8, 9.0]]})
+    state = SimpleNamespace(cfg=cfg, is_logging_rank=True, train_state=run)
+    note_scores(state, {"eval/loss": 2.0}, ["eval/"], sets)
+    note_scores(state, {"eval/a/loss": 3.0}, ["eval/a/"], sets)
+    assert run.scores == {"eval/a/loss": [[8, 3.0]], "eval/loss": [[4, 1.0], [8, 2.0]]}
