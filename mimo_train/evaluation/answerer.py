@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import batched, chain
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from data.samples.protocol import Samples
+from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.evaluation.generation.answers import Answers
+from mimo_train.evaluation.generation.answers import Answer, Answers
 from mimo_train.evaluation.generation.decoder import Decoder
 from mimo_train.evaluation.generation.options import Sampling
 from mimo_train.evaluation.generation.prompts import Prompts
@@ -95,28 +95,35 @@ def answer_prompts(
     identity = hashlib.sha256(file.raw + json.dumps(facts, sort_keys=True).encode()).hexdigest()
     partial, is_first = out.with_name(f"{out.name}.partial"), dist.get_rank() == 0
     lines = _lines_so_far(partial, identity) if is_first else []
+    if is_first:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(partial) as file_so_far:
+            file_so_far.write("".join([f"{identity}\n", *lines]).encode())
     begin: list[Any] = [len(lines)]
     dist.broadcast_object_list(begin, src=0)
     progress(begin[0])
     chunk = CHUNK * answerer.group.size()
     for first in range(begin[0], len(file.records), chunk):
         numbers = range(first, min(first + chunk, len(file.records)))
-        own = answerer.share(numbers)
-        prompts = [file.prompt(at, answerer.prompts, continues) for at in own]
-        answers = dict(zip(own, answerer.answers.batch(prompts, own), strict=True))
+        local = answerer.share(numbers)
+        prompts = [file.prompt(at, answerer.prompts, continues) for at in local]
+        answers = dict(zip(local, answerer.answers.batch(prompts, local), strict=True))
         all_answers = {at: answer for part in answerer.gather(answers) for at, answer in part.items()}
-        for at in numbers if is_first else ():
-            answer = all_answers[at]
-            cut = {"cut": answer.cut} if answer.cut else {}
-            lines.append(json.dumps(file.records[at][1] | {"prediction": answer.text} | cut) + "\n")
         if is_first:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("w") as stream:
-                stream.write("".join([f"{identity}\n", *lines]))
+            new_lines = [_line(file.records[at][1], all_answers[at]) for at in numbers]
+            with partial.open("a") as stream:
+                stream.write("".join(new_lines))
+            lines += new_lines
         progress(len(numbers))
     if is_first:
-        partial.write_text("".join(lines))
-        os.replace(partial, out)
+        with replacing(out) as complete:
+            complete.write("".join(lines).encode())
+        partial.unlink()
+
+
+def _line(record: Mapping[str, Any], answer: Answer) -> str:
+    cut = {"cut": answer.cut} if answer.cut else {}
+    return json.dumps({**record, "prediction": answer.text, **cut}) + "\n"
 
 
 def _lines_so_far(partial: Path, identity: str) -> list[str]:
