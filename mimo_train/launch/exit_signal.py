@@ -5,8 +5,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from mimo_train.config.errors import UserError
@@ -87,6 +87,20 @@ class ExitSignal:
             while numbers := reader.recv(64):
                 if self._tell is not None and {*numbers} & {*self.SIGNALS}:
                     self._tell()
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt at a SIGTERM inside the block, so that it cleans up as after a Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_repeat(received_at: float) -> bool:

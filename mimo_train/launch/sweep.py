@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from data.storage.files import replacing
 from data.text_format import plural
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.launch.exit_signal import interrupted_by_sigterm
 from mimo_train.launch.start import ARRAY_FILE, launch_of, processes_per_node
 from mimo_train.layout.run import config_faults
 from mimo_train.logging import progress
@@ -180,7 +181,7 @@ def run_here(sweep: Sweep, at_once: int = 1, tell: Callable[[str], None] = print
         tell(f"{plural(skipped, 'task')} of {len(sweep.tasks)} finished before")
     slots = _slots(remaining, min(at_once, len(remaining)), os.environ)
     running: dict[int, tuple[Task, subprocess.Popen[bytes], float]] = {}
-    with _interrupted_by_sigterm():
+    with interrupted_by_sigterm():
         try:
             while remaining or running:
                 for slot, devices in enumerate(slots):
@@ -248,15 +249,3 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [str(number) for number, _ in enumerate(line for line in lines.splitlines() if line.startswith("GPU "))]
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

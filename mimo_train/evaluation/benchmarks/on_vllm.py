@@ -15,6 +15,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.config_of_directory import is_directory_of_a_model
 from mimo_train.evaluation.benchmarks.vllm_server import VllmServer
 from mimo_train.evaluation.export import export
+from mimo_train.launch.exit_signal import interrupted_by_sigterm
 
 VARIABLE = "MIMO_VLLM"
 """Environment variable with the Python of an environment that has vLLM."""
@@ -55,7 +56,7 @@ def served(
             folder = place
         else:
             dtype = _export(folders.in_folder(place, "CHECKPOINT"), folder, trust_code=trust_code)
-        with VllmServer(python, folder, dtype, Path(log), arguments) as server:
+        with interrupted_by_sigterm(), VllmServer(python, folder, dtype, Path(log), arguments) as server:
             yield server
     os.unlink(log)  # after an error it stays
 

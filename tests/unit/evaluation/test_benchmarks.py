@@ -2,7 +2,10 @@
 
 import base64
 import io
+import os
+import signal
 import sys
+import time
 
 import pytest
 
@@ -12,6 +15,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.evaluation.benchmarks.requests import Decoding, decoding_of, request_of
 from mimo_train.evaluation.benchmarks.vllm_server import VllmServer
 from mimo_train.evaluation.generation.options import Sampling
+from mimo_train.launch.exit_signal import interrupted_by_sigterm
 from tests.dist.models.composites import file_of, image
 
 GREEDY = Sampling(0, 0, 1, 1234)
@@ -102,20 +106,19 @@ def vllm(tmp_path, monkeypatch):
 
 
 def test_a_server_answers_in_order_and_ends_with_its_context(vllm, tmp_path):
-    asked = [
-        request_of(
-            [
-                _user("image", image(30, 50)),
-            ][:1]
-        ),
-        request_of([{"role": "user", "content": "two"}]),
-    ]
+    asked = [request_of([_user("image", image(30, 50))]), request_of([{"role": "user", "content": "two"}])]
     with VllmServer(sys.executable, tmp_path, "float32", tmp_path / "log") as server:
         answers = server.answer(asked, Decoding(GREEDY, 7, ("x",)))
         with pytest.raises(UserError, match="vLLM: 400 .*too long"):
             server.answer([request_of([{"role": "user", "content": "refuse"}])], Decoding(GREEDY, None, ()))
         process = server._process
     assert answers == ["['data:image/png;base64,'] 0 1.0 7 ['x']", "['two'] 0 1.0 7 ['x']"]
+    assert process.poll() is not None
+    with pytest.raises(KeyboardInterrupt), interrupted_by_sigterm():
+        with VllmServer(sys.executable, tmp_path, "float32", tmp_path / "log") as server:
+            process = server._process
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
     assert process.poll() is not None
 
 
