@@ -64,7 +64,13 @@ def add_layout(command: argparse.ArgumentParser) -> None:
 def add_sampling(command: argparse.ArgumentParser) -> None:
     """Add the options of generated text; `sampling_of` reads them."""
     option = command.add_argument
-    option("--max-new-tokens", type=positive, default=64, metavar="N", help="longest answer in tokens (default: 64)")
+    option(
+        "--max-new-tokens",
+        type=positive,
+        default=MAX_NEW_TOKENS,
+        metavar="N",
+        help=f"longest answer in tokens (default: {MAX_NEW_TOKENS})",
+    )
     option(
         "--temperature",
         type=float,
@@ -81,6 +87,22 @@ def add_sampling(command: argparse.ArgumentParser) -> None:
         help="draw from the fewest most likely tokens that have probability P together (default: 1)",
     )
     option("--seed", type=whole, metavar="N", help="draw the same tokens each time (default: others each time)")
+
+
+MAX_NEW_TOKENS = 64
+"""Longest answer in tokens by default."""
+
+
+def given_sampling(args: argparse.Namespace) -> list[str]:
+    """Return the options of `add_sampling` that differ from their defaults."""
+    given = {
+        "--max-new-tokens": args.max_new_tokens != MAX_NEW_TOKENS,
+        "--temperature": args.temperature is not None,
+        "--top-k": args.top_k,
+        "--top-p": args.top_p < 1,
+        "--seed": args.seed is not None,
+    }
+    return [name for name, is_given in given.items() if is_given]
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:

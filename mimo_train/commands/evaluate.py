@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mimo_train.commands import evaluate_tasks
-from mimo_train.commands.arguments import add_command, add_layout, add_sampling, add_trust, sampling_of, whole
+from mimo_train.commands.arguments import (
+    add_command,
+    add_layout,
+    add_sampling,
+    add_trust,
+    given_sampling,
+    sampling_of,
+    whole,
+)
 from mimo_train.config.errors import UserError
 from mimo_train.evaluation.metrics import METRICS, require_metrics
 
@@ -96,6 +104,9 @@ def _evaluate(args: argparse.Namespace) -> int:
         options = ("data", "split", "limit", "metric", "references", "batch", "tasks")
         if given := [f"--{name}" for name in options if getattr(args, name)]:
             raise UserError(f"--prompts: answers prompts and measures no samples. Leave out {', '.join(given)}")
+    elif not args.metric and not tasks:
+        if unused := [*(["--references"] if args.references else []), *given_sampling(args)]:
+            raise UserError(f"{unused[0]}: requires --metric, for which answers are generated")
     if args.layout and args.processes:
         raise UserError("--processes: the layout decides the number of processes. Remove one of them")
     started = int(os.environ.get("WORLD_SIZE") or 1)

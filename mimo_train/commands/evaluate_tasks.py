@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mimo_train.commands.arguments import given_sampling
 from mimo_train.config.errors import UserError
 from mimo_train.evaluation.benchmarks.requests import LOCAL
 
@@ -48,9 +49,12 @@ def task_names(args: argparse.Namespace) -> list[str]:
     if not names and (unused := [name for name, value in options.items() if value]):
         raise UserError(f"{unused[0]}: requires --tasks")
     other = {"--metric": args.metric, "--references": args.references, "--predictions": args.predictions}
-    other |= {"--temperature": args.temperature is not None, "--top-k": args.top_k, "--top-p": args.top_p < 1}
-    if names and (unused := [name for name, value in other.items() if value]):
+    other |= {"--batch": args.batch}
+    if names and (unused := [*(name for name, value in other.items() if value), *given_sampling(args)]):
         raise UserError(f"{unused[0]}: is not supported with --tasks, which have metrics and sampling of their own")
+    of_samples = {"--data": args.data, "--split": args.split}
+    if names and LOCAL not in names and (unused := [name for name, value in of_samples.items() if value]):
+        raise UserError(f"{unused[0]}: names the samples of the task {LOCAL}. Add it to --tasks, or remove the option")
     if names and importlib.util.find_spec("lmms_eval") is None:
         raise UserError("--tasks: lmms-eval is not installed. docs/evaluation.md has the commands of its environment")
     return names

@@ -218,6 +218,7 @@ def test_a_directory_of_transformers_is_evaluated(digits, tmp_path):
     [
         (["--metric", "anl"], "--metric: no metric 'anl'. Did you mean anls?"),
         (["--split", "tests"], "--split: no set 'tests'. Choose from validation, validation/letters, test"),
+        (["--seed", "1"], "--seed: requires --metric"),
         (["--layout", "run", "--processes", "2"], "--processes: the layout decides the number of processes"),
         (
             ["--metric", "vqa", "--references", "replies"],

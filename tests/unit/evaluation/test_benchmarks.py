@@ -136,6 +136,8 @@ def test_a_server_that_cannot_start_is_named_with_its_reason(vllm, tmp_path):
         (["--backend", "vllm"], "--backend: requires --tasks"),
         (["--tasks", "a", "--metric", "f1"], "--metric: is not supported with --tasks"),
         (["--tasks", "a", "--temperature", "1"], "--temperature: is not supported with --tasks"),
+        (["--tasks", "a", "--seed", "0"], "--seed: is not supported with --tasks"),
+        (["--tasks", "a", "--split", "test"], "--split: names the samples of the task shards"),
         (["--tasks", "a"], "--tasks: lmms-eval is not installed. docs/evaluation.md has"),
     ],
 )
