@@ -70,8 +70,8 @@ class Results:
         """
         folder.mkdir(parents=True, exist_ok=True)
         written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        # JSON has no NaN.
-        metrics = {name: None if math.isnan(value) else value for name, value in self.values.items()}
+        # JSON has no NaN and no infinity.
+        metrics = {name: value if math.isfinite(value) else None for name, value in self.values.items()}
         result = {"metrics": metrics, "sets": self._sets, **self._facts}
         result |= {"seconds": round(seconds, 3), "written": written}
         _write(folder / RESULTS, json.dumps(result, indent=2) + "\n")
