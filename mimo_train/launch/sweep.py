@@ -29,6 +29,8 @@ from mimo_train.logging.console import duration
 
 FILE = "sweep.txt"
 _POLL_SECONDS = 0.2
+_OF_ARRAY = (ARRAY_FILE, "SLURM_ARRAY_TASK_ID")
+"""Variables that change a run's folder and keys, also of a job in which a sweep runs."""
 _LAST_LINES = 5
 """Lines of the log of a task that failed, which are printed."""
 
@@ -81,7 +83,7 @@ def combinations(sweeps: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each combination of `KEY=VALUE,VALUE,...`, the last key varying fastest.
 
     Raises:
-        UserError: a sweep has another form, or names a key or value twice.
+        UserError: a sweep has another form, names a key or value twice, or names `run.dir`.
     """
     keys: list[list[str]] = []
     names: list[str] = []
@@ -90,6 +92,8 @@ def combinations(sweeps: Sequence[str]) -> list[list[str]]:
         split = _split(values)
         if not equals or not key or not all(split):
             raise UserError(f"--sweep: expected KEY=VALUE,VALUE,..., got {text!r}")
+        if key == "run.dir":
+            raise UserError("--sweep: run.dir is that of the sweep, whose tasks have folders in it. Remove it")
         if key in names or len(set(split)) < len(split):
             raise UserError(f"--sweep: {key} has a value twice, or is given twice: {text}")
         names.append(key)
@@ -117,7 +121,7 @@ def open_sweep(config: str, overrides: Sequence[str], sweeps: Sequence[str]) -> 
     """Return the sweep in the `run.dir` of the config, and write its file of tasks.
 
     Raises:
-        UserError: the config of a task has errors, or the folder has another sweep or a run.
+        UserError: the config of a task has errors, tasks share checkpoints, or the folder has another sweep or a run.
     """
     folder = Path(launch_of(config, overrides, None, {}).cfg.run.dir)
     tasks, faults = [], dict[str, str]()
@@ -133,6 +137,10 @@ def open_sweep(config: str, overrides: Sequence[str], sweeps: Sequence[str]) -> 
             faults.setdefault(str(fault), f"--sweep: {fault} (in {' '.join(changes)})")
     if faults:
         raise UserError("\n".join(faults.values()))
+    stores = [task.cfg.checkpoint.dir for task in tasks if task.cfg.checkpoint.dir]
+    if shared := next((store for store in stores if stores.count(store) > 1), None):
+        text = f"{shared} is that of several tasks, which would resume from each other's checkpoints"
+        raise UserError(f"checkpoint.dir: {text}. Remove it, or sweep it alone with a place for each task")
     _write_file(folder, [shlex.join(task.overrides) for task in tasks])
     return Sweep(config, list(overrides), folder, tasks)
 
@@ -215,7 +223,8 @@ def _start(sweep: Sweep, task: Task, devices: Mapping[str, str]) -> "subprocess.
     with task.log.open("ab") as log:
         # In a session of its own: a Ctrl-C of the terminal reaches it once, through this process.
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
-        return subprocess.Popen(command, stdout=log, env={**os.environ, **devices}, **options)
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_ARRAY}
+        return subprocess.Popen(command, stdout=log, env={**environment, **devices}, **options)
 
 
 def _last_lines(log: Path) -> list[str]:

@@ -24,6 +24,7 @@ from mimo_train.launch.sweep import combinations, open_sweep, slurm_command, vis
         (["a"], "expected KEY=VALUE"),
         (["a=1,,2"], "expected KEY=VALUE"),
         (["a=1,1"], "a has a value twice"),
+        (["run.dir=x,y"], "run.dir is that of the sweep"),
         (["a=1", "a=2"], "a has a value twice, or is given twice"),
     ],
 )
@@ -60,6 +61,8 @@ def test_a_task_is_the_same_here_and_in_a_slurm_array(tmp_path):
         open_sweep("gpt_tiny", [f"run.dir={sweep.folder}/task_2"], ["run.seed=1,2"])
     with pytest.raises(UserError, match=r"^--sweep: optim.lr: .*\(in optim.lr=-1\)"):
         open_sweep("gpt_tiny", [f"run.dir={tmp_path / 'wrong'}"], ["optim.lr=-1,1e-3"])
+    with pytest.raises(UserError, match=r"^checkpoint.dir: s3://a/b is that of several tasks"):
+        open_sweep("gpt_tiny", [f"run.dir={tmp_path / 'wrong'}", "checkpoint.dir=s3://a/b"], ["run.seed=1,2"])
     assert not (tmp_path / "wrong").exists()
 
 
@@ -79,9 +82,10 @@ def test_gpus_are_shared_between_tasks_that_run_at_once(tmp_path):
 
 
 LAUNCHER = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 values = dict(text.split("=", 1) for text in sys.argv if "=" in text)
+assert "SLURM_ARRAY_TASK_ID" not in os.environ
 folder = Path(values["run.dir"])
 folder.mkdir(exist_ok=True)
 print("trying", values["optim.lr"])
@@ -104,6 +108,7 @@ def test_what_failed_starts_again_and_what_finished_does_not(tmp_path, monkeypat
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {tmp_path}/launcher.py "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sweeps.sys, "executable", str(python))
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")  # the array of another job
     command = ["launch", "sweep", "gpt_tiny", f"run.dir={tmp_path}/rates", *SWEEP, "--at-once", "2"]
     assert main(command) == 1
     out, err = capsys.readouterr()
