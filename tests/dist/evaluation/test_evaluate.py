@@ -107,7 +107,8 @@ def deadly(predictions, references):
 
 @pytest.fixture
 def dialogues(tmp_path) -> str:
-    """A shard with two answered turns in the first sample, and one in the second."""
+    """A shard with two answered turns in the first sample, and one in the others. The last one's prompt fills the
+    sequence."""
     from PIL import Image
 
     image = io.BytesIO()
@@ -116,13 +117,12 @@ def dialogues(tmp_path) -> str:
     records = [
         {"conversations": [{"from": role, "value": text} for role, text in turns], "answers": [["7"], ["3", "4"]]},
         {"conversations": [{"from": role, "value": text} for role, text in turns[:2]], "answers": ["7", "seven"]},
+        {"conversations": [{"from": "human", "value": "x" * 116}, {"from": "gpt", "value": "7"}]},
     ]
     members = []
     for number, record in enumerate(records):
         members.append((f"{number}.json", json.dumps(record).encode()))
-        members += [
-            (f"{number}.{at}.png", image.getvalue()) for at in range(len(record["answers"]) if not number else 1)
-        ]
+        members += [(f"{number}.{at}.png", image.getvalue()) for at in range(2 - number)]
     return str(write_tar(tmp_path / "dialogues" / "a.tar", members).parent)
 
 
@@ -133,15 +133,18 @@ def test_every_turn_is_scored_with_the_true_turns_before_it(trained, dialogues, 
         ("0", 0, "Which digit?"),
         ("0", 1, "And now <image>?"),
         ("1", 0, "Which digit?"),
+        ("2", 0, "x" * 116),
     ]
-    assert [line["references"] for line in lines] == [["7"], ["3 and 4"], ["7", "seven"]]
-    assert results["sets"]["data.validation_shards"]["references"] == {"turn": 2, "answers": 1}
-    for line in lines:
+    assert [line["references"] for line in lines] == [["7"], ["3 and 4"], ["7", "seven"], ["7"]]
+    assert results["sets"]["data.validation_shards"]["references"] == {"turn": 3, "answers": 1}
+    assert lines[-1]["prediction"] == "" and lines[-1]["scores"]["tokens"] == 1
+    for line in lines[:-1]:
         # The generated answer begins like the true one as far as the model predicts it after the true tokens.
         assert line["scores"]["exact_match"] == (line["prediction"] == line["truth"])
-    _, named = evaluated(folder, tmp_path, "--data", dialogues, "--metric", "accuracy", "--references", "answers")
+    options = ("--references", "answers", "--limit", "2")
+    _, named = evaluated(folder, tmp_path, "--data", dialogues, "--metric", "accuracy", *options)
     assert [line["references"] for line in named] == [["7"], ["3", "4"], ["7", "seven"]]
-    assert [line["prediction"] for line in named] == [line["prediction"] for line in lines]
+    assert [line["prediction"] for line in named] == [line["prediction"] for line in lines[:3]]
 
 
 @pytest.fixture
