@@ -43,9 +43,10 @@ from data.text_format import Key, plural, shown
 
 _TURN_FIELDS = {"conversations": ("from", "value"), "messages": ("role", "content")}
 """Name of the turns -> their fields for role and content."""
-_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"} | {
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"} | {
     role: role for role in ("user", "assistant", "system", "tool", "function", "developer")
 }
+"""Names of roles in records -> roles."""
 _LONGEST = 80  # characters of a value in a message
 
 
@@ -310,9 +311,9 @@ def _turn(turn: Any, role_field: str, content_field: str) -> Turn:
     ):
         raise RecordError(f" is not an object with {role_field!r} and {content_field!r}")
     name = turn[role_field]
-    role = _ROLES.get(name) if isinstance(name, str) else None
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise RecordError(f": unknown role {_cut(name)}; known are {', '.join(_ROLES)}")
+        raise RecordError(f": unknown role {_cut(name)}; known are {', '.join(ROLES)}")
     content, fields, has_loss = turn.get(content_field), NO_FIELDS, True
     if len(turn) > 2 or content_field not in turn:
         others = turn.keys() - {role_field, content_field}

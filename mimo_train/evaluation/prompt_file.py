@@ -2,16 +2,15 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
 from data.records.conversation import KINDS, PART_KINDS, Part, Turn, split_markers
+from data.records.records import ROLES
 from mimo_train.config.errors import UserError
 from mimo_train.evaluation.generation.prompts import Medium, Prompt, Prompts, user_turn
-
-FIELDS = ("prompt", "messages", "system", *KINDS, *(f"{kind}s" for kind in KINDS))
-"""Fields that are read. Others are copied to the answer."""
 
 
 class PromptFile:
@@ -51,6 +50,8 @@ class PromptFile:
         """
         number, record = self.records[at]
         try:
+            if record.get("tools"):
+                raise UserError("tools are not supported here. Remove them")
             files = {kind: _paths(record, kind) for kind in KINDS}
             media = [self._medium(prompts, kind, file) for kind in KINDS for file in files[kind]]
             if "messages" in record:
@@ -83,13 +84,27 @@ class PromptFile:
                 parts.append(part)
                 if part.kind != "text":
                     placed.append(self._medium(prompts, part.kind, file) if file else _taken(left, part.kind))
-            turns.append(Turn(message["role"], tuple(parts), typed=isinstance(content, list)))
+            turns.append(Turn(_role(message), tuple(parts), _other_fields(message), typed=isinstance(content, list)))
+        if turns[-1].role == "assistant":
+            raise UserError("the last message is the assistant's, so that there is nothing to answer. Remove it")
         if left:
             at = next((at for at, turn in enumerate(turns) if turn.role == "user"), None)
             if at is None or any(medium.kind == each.kind for medium in placed for each in left):
                 raise UserError(f"{len(left)} media have no place in the messages")
-            turns[at] = Turn("user", (*(Part(medium.kind) for medium in left), *turns[at].parts), typed=turns[at].typed)
+            turns[at] = replace(turns[at], parts=(*(Part(medium.kind) for medium in left), *turns[at].parts))
         return turns, [*left, *placed]
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    role = ROLES.get(message["role"])
+    if role is None:
+        raise UserError(f"unknown role {message['role']!r}. Use one of {', '.join(ROLES)}")
+    return role
+
+
+def _other_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message that only a chat template reads, such as tool calls."""
+    return {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
 
 
 def _part(item: Mapping[str, Any]) -> tuple[Part, str]:

@@ -73,6 +73,9 @@ def test_a_system_text_and_earlier_turns_come_first(prompts, tmp_path):
         json.dumps({"prompt": "Hi", "system": "Be brief."}),
         json.dumps({"prompt": "Hi"}),
     )
+    (same_roles,) = read(tmp_path, prompts, json.dumps({"messages": [{"role": "human", "content": "Hi\u2028"}]}))
+    (broken_line,) = read(tmp_path, prompts, json.dumps({"prompt": "Hi\u2028"}, ensure_ascii=False))
+    assert same_roles.ids == broken_line.ids
     assert whole.ids[: len(short.ids)] == short.ids == apart.ids != text.ids
     (continued,) = read(tmp_path, prompts, json.dumps({"prompt": "Hi"}), continues=True)
     assert same(continued, prompts.of_text("Hi"))
@@ -88,6 +91,16 @@ def test_a_system_text_and_earlier_turns_come_first(prompts, tmp_path):
         ('{"prompt": "x", "image": "none.png"}', "--image: cannot read .*none.png"),
         ('{"prompt": "x", "audio": "a.png"}', "--audio: no module of this model reads clips"),
         ('{"prompt": "<image><image>", "image": "a.png"}', "the message has 2 <image>, and 1 image given"),
+        ('{"prompt": "x", "tools": [{}]}', "tools are not supported here"),
+        ('{"messages": [{"role": "bot", "content": "x"}]}', "unknown role 'bot'. Use one of human, gpt, "),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+            "the last message is the assistant's",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}',
+            "a message has tool_calls, for which our own",
+        ),
         ('{"messages": []}', "messages must be a list of objects with role and content"),
         (
             '{"messages": [{"role": "user", "content": "<image>"}]}',
