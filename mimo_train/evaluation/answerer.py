@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import batched, chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +49,40 @@ class Answerer:
         return of_replicas
 
     def of_turns(
-        self, dataset: Samples, turns: dict[int, list[int]], progress: Callable[[int], None]
+        self,
+        dataset: Samples,
+        entries: Sequence[Mapping[str, Any]],
+        progress: Callable[[int], None],
+        before_chunk: Callable[[], None] = lambda: None,
     ) -> dict[tuple[int, int], str]:
-        """Return the answers to turns, by sample number and turn. Collective over the replicas.
+        """Return an answer to each turn, by sample number and turn. Collective over the replicas.
 
         An answer is empty if the prompt fills `data.sequence_length`.
 
         Args:
-            turns: answered turns of each sample.
+            entries: the turns, of `predictions_of`; the same on every rank.
+            progress: called with the number of prompts of each finished chunk, over all replicas.
+            before_chunk: called as often on every rank; it may be collective.
         """
+        turns: dict[int, list[int]] = {}
+        for entry in entries:
+            turns.setdefault(entry["number"], []).append(entry["turn"])
         texts: dict[tuple[int, int], str] = {}
-        numbers = self.share(list(turns))
-        of_samples = (turn_prompts(dataset, self.prompts, number, turns[number]) for number in numbers)
-        for chunk in batched(chain.from_iterable(of_samples), CHUNK):
+        numbers, replicas = list(turns), self.group.size()
+        prompts = chain.from_iterable(
+            turn_prompts(dataset, self.prompts, number, turns[number]) for number in self.share(numbers)
+        )
+        most = max(sum(len(turns[number]) for number in numbers[replica::replicas]) for replica in range(replicas))
+        for _ in range(math.ceil(most / CHUNK)):
+            before_chunk()
+            chunk = list(islice(prompts, CHUNK))
             answered = [each for each in chunk if self.answers.has_room(each.prompt)]
             # Numbers of draws, so that a seed draws the same texts at every layout.
             draws = [(each.number << 10) + each.turn for each in answered]
             answers = self.answers.batch([each.prompt for each in answered], draws)
             texts |= {(each.number, each.turn): "" for each in chunk}
             texts |= {(each.number, each.turn): answer.text for each, answer in zip(answered, answers, strict=True)}
-            progress(len(chunk) * self.group.size())
+            progress(len(chunk) * replicas)
         return {key: text for part in self.gather(texts) for key, text in part.items()}
 
 

@@ -70,11 +70,8 @@ def evaluate(
                 values, entries = held_out.measure(step_func, bar.add)
             texts: dict[tuple[int, int], str] | None = None
             if answerer is not None:
-                turns: dict[int, list[int]] = {}
-                for entry in entries:
-                    turns.setdefault(entry["number"], []).append(entry["turn"])
                 with closing(progress_bar(f"answers to {of.key}", len(entries), "prompts", logs)) as bar:
-                    texts = answerer.of_turns(held_out.dataset, turns, bar.add)
+                    texts = answerer.of_turns(held_out.dataset, entries, bar.add)
             if logs:
                 yield of, _scored(held_out, values, entries, texts, settings)
         finally:

@@ -157,21 +157,27 @@ class HeldOut:
         """Generate an answer for every entry, and return the values of `self.metrics`. Replaces the answers of the
         entries by these. Collective; the layout can generate text, so that all ranks have the entries."""
         pipeline, cfg, values = self._pipeline, self._run.cfg, dict[str, float]()
-        turns: dict[int, list[int]] = {}
-        for entry in entries:
-            turns.setdefault(entry["number"], []).append(entry["turn"])
         with evaluating(pipeline.model):
             answerer = Answerer(cfg, pipeline, self._tokenizer, Sampling(), cfg.train.eval_max_new_tokens)
-            texts = answerer.of_turns(self.dataset, turns, lambda samples: RECORDER.tick())
-        places = [(entry["number"], entry["turn"], entry["truth"]) for entry in entries]
+            texts = answerer.of_turns(self.dataset, entries, lambda samples: RECORDER.tick(), self._require_no_vote)
         for entry in entries:
             entry["answer"] = texts[entry["number"], entry["turn"]]
         with agreed(values) as of_ranks:
             if dist.get_rank() == self._run.layout.logging_rank and entries:
-                of = References(self.dataset)
-                references = [of.of(*place) for place in places]
+                of = References(self.dataset).of
+                references = [of(entry["number"], entry["turn"], entry["truth"]) for entry in entries]
                 values |= score(self.metrics, [entry["answer"] for entry in entries], references)
         return {f"{self.prefix}{name}": value for name, value in of_ranks[self._run.layout.logging_rank].items()}
+
+    def _require_no_vote(self) -> None:
+        """Raise EvaluationStopped on all ranks if one was asked to end the run. Collective."""
+        if self._ending.votes is None:
+            return
+        votes = torch.tensor(self._ending.votes(), dtype=torch.int64, device=self._pipeline.device)
+        dist.all_reduce(votes)
+        signalled, out_of_time = map(bool, votes.tolist())
+        if signalled or out_of_time:
+            raise EvaluationStopped((signalled, out_of_time))
 
     def measure(
         self,
@@ -194,7 +200,7 @@ class HeldOut:
         Raises:
             TooManyBadSamples: more samples are bad than `data.max_bad_samples` allows, on every rank; a rank that finds
                 too many alone raises earlier.
-            EvaluationStopped: a rank was asked to end the run; checked between two batches.
+            EvaluationStopped: a rank was asked to end the run; checked between two batches, also of generated texts.
 
         Returns:
             {"eval/loss": what training minimises (nats per answer token), "eval/exact_match": share of samples,

@@ -291,5 +291,22 @@ def _of_requests(folder: Path, count: int) -> list[tuple[str, float, bool]]:
     backend = ModelAnswers(model.cfg, model.pipeline, model.tokenizer)
     texts = backend.answer(requests, decoding_of({}))
     scores = [backend.score(request, truth) for request, truth in zip(requests, truths, strict=True)]
+    _stop_between_losses_and_answers(model)
     dist.destroy_process_group()
     return [(text, *score) for text, score in zip(texts, scores, strict=True)]
+
+
+def _stop_between_losses_and_answers(model) -> None:
+    """A rank that is asked to end the run ends the evaluation of a long set before its texts are complete."""
+    from dataclasses import replace
+
+    from mimo_train.evaluation.held_out import Ending, EvaluationStopped, HeldOut
+    from mimo_train.inputs.datasets import splits_of
+
+    of, measured = replace(splits_of(model.cfg)["test"], samples=3, metrics=("accuracy",)), list[int]()
+    votes = Ending(votes=lambda: (sum(measured) == 3, False))
+    held_out = HeldOut(model.run, model.pipeline, model.tokenizer, of=of, ending=votes)
+    with pytest.raises(EvaluationStopped) as stopped:
+        held_out.evaluate(progress=measured.append)
+    assert sum(measured) == 3 and stopped.value.votes == (True, False)
+    held_out.dataset.close()
