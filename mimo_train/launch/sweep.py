@@ -47,10 +47,7 @@ class Task:
     @property
     def is_finished(self) -> bool:
         """True if its run has made all steps, or was stopped early."""
-        last: dict[str, str] = {}
-        with suppress(OSError):
-            for _, kind, facts in progress.events(self.run_dir):
-                last = facts if kind == progress.EXIT else {} if kind == progress.START else last
+        last = progress.last_exit(self.run_dir)
         step, iters = last.get("step", ""), self.cfg.train.iters
         is_long_enough = "stop_early" in last or (step.isdecimal() and int(step) >= iters)
         return last.get("reason") == progress.FINISHED and is_long_enough

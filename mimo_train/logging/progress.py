@@ -116,6 +116,16 @@ def events(run_dir: Path) -> Iterator[Event]:
             continue
 
 
+def last_exit(run_dir: Path) -> dict[str, str]:
+    """Return the facts of the end of a run's last job; empty if it is running or was killed, or there is none."""
+    facts: dict[str, str] = {}
+    with suppress(OSError):
+        for event in events(run_dir):
+            if event.kind in (START, EXIT):
+                facts = event.facts if event.kind == EXIT else {}
+    return facts
+
+
 class _Job(NamedTuple):
     start: datetime
     world_size: int

@@ -112,15 +112,9 @@ def _seconds(data: Mapping[str, Column]) -> dict[float, float]:
 
 def _status(folder: Path, data: Mapping[str, Column]) -> str:
     """Return how the last job of a run ended, and its last step."""
-    ended: dict[str, str] | None = None
-    with suppress(OSError):
-        for _, kind, facts in progress.events(folder):
-            if kind == progress.START:
-                ended = None
-            elif kind == progress.EXIT:
-                ended = facts
+    ended = progress.last_exit(folder)
     steps = data["consumed_samples"].steps if "consumed_samples" in data else array("d", [0.0])
-    if ended is None:
+    if not ended:
         return f"running or crashed, step {max(steps):,.0f}"
     reason = ended.get("reason", "")
     reason = reason if reason == progress.FINISHED else f"stopped ({reason})"
