@@ -236,7 +236,7 @@ def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]
         }
         results = Results(facts, cfg.train.report_samples)
         for of, evaluated in evaluate(model, sets, settings):
-            results.add(of.key, evaluated)
+            results.add(of.label, evaluated)
         if dist.get_rank() == model.run.layout.logging_rank:
             results.write(output, args.predictions, time.monotonic() - start)
             print(results, f"results: {output}", sep="\n", flush=True)

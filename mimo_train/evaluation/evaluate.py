@@ -66,11 +66,11 @@ def evaluate(
     for of in sets:
         held_out = HeldOut(model.run, pipeline, model.tokenizer, of=of, writes_text=text)
         try:
-            with closing(progress_bar(f"evaluation of {of.key}", held_out.samples, "samples", logs)) as bar:
+            with closing(progress_bar(f"evaluation of {of.label}", held_out.samples, "samples", logs)) as bar:
                 values, entries = held_out.measure(step_func, bar.add)
             texts: dict[tuple[int, int], str] | None = None
             if answerer is not None:
-                with closing(progress_bar(f"answers to {of.key}", len(entries), "prompts", logs)) as bar:
+                with closing(progress_bar(f"answers to {of.label}", len(entries), "prompts", logs)) as bar:
                     texts = answerer.of_turns(held_out.dataset, entries, bar.add)
             if logs:
                 yield of, _scored(held_out, values, entries, texts, settings)

@@ -41,7 +41,7 @@ class Results:
         return "\n".join([*lines, *parts])
 
     def add(self, key: str, evaluated: Evaluated) -> None:
-        """Take the evaluation of the set that the config key `key` defines."""
+        """Take the evaluation of the set with the label `key`."""
         dataset, lines = evaluated.dataset, evaluated.lines
         self.values |= evaluated.values
         self._sets[key] = {

@@ -175,6 +175,11 @@ class HeldOutSet:
         return f"{kind}/{self.name}/" if self.name else f"{kind}/"
 
     @property
+    def label(self) -> str:
+        """Config key that defines it, with the source of a mixture of which it is a part."""
+        return f"{self.key} of {self.name}" if self.fraction and self.name else self.key
+
+    @property
     def predictions(self) -> str:
         """Name of the file with its predictions."""
         return f"{'test_' if self.is_test else ''}predictions{self.name and '_'}{self.name}.jsonl"

@@ -13,7 +13,7 @@ from data.loader import StepLoader
 from data.order.step import Batching, Reader
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema_mix import HeldOutConfig, MixChange, SourceConfig
-from mimo_train.inputs.datasets import build_dataset, tokenizer_of
+from mimo_train.inputs.datasets import build_dataset, held_out_sets, tokenizer_of
 from mimo_train.run_dataset import open_dataset
 from tests.tars import write_tar
 from tests.unit.configs import changed
@@ -103,6 +103,13 @@ def test_held_out_sets_have_their_names(shards):
     cfg.data.test_shards = ""
     with pytest.raises(UserError, match="'test' does not exist. Choose one of train, validation, validation/other"):
         open_dataset(cfg, split="test")
+
+
+def test_parts_held_out_of_a_mixture_have_labels_of_their_own(shards):
+    mix = [SourceConfig(name, 1.0, name=name) for name in ("a", "b")]
+    cfg = config("", mix=mix, validation_fraction=0.1, test_shards="c")
+    labels = ["data.validation_fraction of a", "data.validation_fraction of b", "data.test_shards"]
+    assert [each.label for each in held_out_sets(cfg)] == labels
 
 
 def test_a_config_object_takes_no_overrides(shards):
