@@ -34,7 +34,9 @@ class Backend(Protocol):
         self, requests: Sequence[Request], decoding: Decoding, done: Callable[[int], Any] = ...
     ) -> list[str]: ...
 
-    def score(self, request: Request, continuation: str) -> tuple[float, bool]: ...
+    def score(
+        self, pairs: Sequence[tuple[Request, str]], done: Callable[[int], Any] = ...
+    ) -> list[tuple[float, bool]]: ...
 
 
 class MimoTrain(lmms):
@@ -56,7 +58,7 @@ class MimoTrain(lmms):
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="answers", disable=_rank() > 0) as bar:
             for decoding, places in groups.items():
-                chats = _Chats([requests[at] for at in places], self.task_dict)
+                chats = _Lazy([requests[at] for at in places], self._chat)
                 for at, text in zip(places, self._backend.answer(chats, decoding, bar.update), strict=True):
                     texts[at] = decoding.cut(text)
         return texts
@@ -64,34 +66,38 @@ class MimoTrain(lmms):
     def loglikelihood(self, requests: list[Instance]) -> list[GenerationResult]:
         """Score continuations of a context, which is a user's message with the document's media. lmms-eval 0.7.3 makes
         a string of a pair that is not inside a result."""
-        results = []
-        for request in tqdm(requests, desc="scores", disable=_rank() > 0):
-            context, continuation, to_visual, doc_id, task, split = request.args
-            document = self.task_dict[task][split][doc_id]
-            text = continuation if isinstance(continuation, str) else continuation(document)
-            visuals = to_visual(document) if callable(to_visual) else to_visual
-            content = [{"type": _kind(visual), "url": visual} for visual in visuals or ()]
-            message = {"role": "user", "content": [*content, {"type": "text", "text": context}]}
-            results.append(GenerationResult(self._backend.score(request_of([message]), text)))
-        return results
+        with tqdm(total=len(requests), desc="scores", disable=_rank() > 0) as bar:
+            scores = self._backend.score(_Lazy(requests, self._scored), bar.update)
+        return [GenerationResult(score) for score in scores]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         """Raise UserError: no document of such a task is one conversation."""
         raise UserError("tasks of several rounds are not supported. Leave it out")
 
+    def _chat(self, request: Instance) -> Request:
+        _, to_messages, _, doc_id, task, split = request.args
+        return request_of(to_messages(self.task_dict[task][split][doc_id]))
 
-class _Chats(Sequence[Request]):
-    """Requests of lmms-eval, whose media are only read when one is taken: not all fit into memory."""
+    def _scored(self, request: Instance) -> tuple[Request, str]:
+        context, continuation, to_visual, doc_id, task, split = request.args
+        document = self.task_dict[task][split][doc_id]
+        text = continuation if isinstance(continuation, str) else continuation(document)
+        visuals = to_visual(document) if callable(to_visual) else to_visual
+        content = [{"type": _kind(visual), "url": visual} for visual in visuals or ()]
+        return request_of([{"role": "user", "content": [*content, {"type": "text", "text": context}]}]), text
 
-    def __init__(self, requests: Sequence[Instance], documents: Any):
-        self._requests, self._documents = requests, documents
+
+class _Lazy(Sequence[Any]):
+    """What `read` makes of items when one is taken: the media of all documents do not fit into memory."""
+
+    def __init__(self, items: Sequence[Instance], read: Callable[[Instance], Any]):
+        self._items, self._read = items, read
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._items)
 
     def __getitem__(self, at: Any) -> Any:
-        _, to_messages, _, doc_id, task, split = self._requests[at].args
-        return request_of(to_messages(self._documents[task][split][doc_id]))
+        return self._read(self._items[at])
 
 
 def _kind(visual: Any) -> str:

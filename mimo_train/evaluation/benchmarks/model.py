@@ -43,28 +43,27 @@ class ModelAnswers:
         """
         most = decoding.max_new_tokens or self._cfg.data.sequence_length
         answers = Answers(self._cfg, self._decoder, self._tokenizer, decoding.sampling, most)
-        size, rank = self._replicas.size(), self._replicas.rank()
-        texts: list[str] = [""] * len(requests)
-        for first in range(0, len(requests), BATCH * size):
-            numbers = range(first + rank, min(first + BATCH * size, len(requests)), size)
-            error, of_rank = "", list[str]()
-            try:
-                prompts = [self._prompt(requests[number]) for number in numbers]
-                of_rank = [answer.text for answer in answers.batch(prompts, list(numbers))]
-            except Exception as fault:  # of one replica: the others wait for its answers
-                error = str(fault) if isinstance(fault, UserError) else f"{type(fault).__name__}: {fault}"
-            parts: list[Any] = [None] * size
-            dist.all_gather_object(parts, (error, of_rank), group=self._replicas)
-            for at, (error, of_replica) in enumerate(parts):
-                if error:
-                    raise UserError(error)
-                texts[first + at : first + BATCH * size : size] = of_replica
-            done(sum(len(of_replica) for _, of_replica in parts))
-        return texts
 
-    def score(self, request: Request, continuation: str) -> tuple[float, bool]:
-        """Return the log-probability (nats) of an answer that begins with a text, and True if greedy decoding writes
-        it. Every replica computes all. Raises UserError if the text does not fit into the model's sequences."""
+        def texts(numbers: Sequence[int]) -> list[str]:
+            return [each.text for each in answers.batch([self._prompt(requests[at]) for at in numbers], numbers)]
+
+        return self._of_replicas(len(requests), texts, done)
+
+    def score(
+        self, pairs: Sequence[tuple[Request, str]], done: Callable[[int], Any] = lambda count: None
+    ) -> list[tuple[float, bool]]:
+        """Return for each pair of a request and a text the log-probability (nats) of an answer that begins with the
+        text, and True if greedy decoding writes it. Collective; every rank gives the same pairs.
+
+        Args:
+            done: see `answer`.
+
+        Raises:
+            UserError: see `answer`; or a text does not fit into the model's sequences.
+        """
+        return self._of_replicas(len(pairs), lambda numbers: [self._score(*pairs[at]) for at in numbers], done)
+
+    def _score(self, request: Request, continuation: str) -> tuple[float, bool]:
         prompt, length = self._prompt(request), self._cfg.data.sequence_length
         tokens, total, is_greedy = self._tokenizer.encode(continuation), 0.0, True
         if (needed := len(prompt.ids) + len(tokens)) > length:
@@ -76,6 +75,28 @@ class ModelAnswers:
             if number + 1 < len(tokens):
                 (logits_V,) = self._decoder.step([token])
         return total, is_greedy
+
+    def _of_replicas[Value](
+        self, count: int, values_of: Callable[[Sequence[int]], list[Value]], done: Callable[[int], Any]
+    ) -> list[Value]:
+        """Return the values of numbers 0 to `count`, of which every replica computes a part. Raises UserError on all of
+        them if one fails."""
+        size, rank = self._replicas.size(), self._replicas.rank()
+        values: list[Any] = [None] * count
+        for first in range(0, count, BATCH * size):
+            error, of_rank = "", list[Value]()
+            try:
+                of_rank = values_of(range(first + rank, min(first + BATCH * size, count), size))
+            except Exception as fault:  # of one replica: the others wait for its values
+                error = str(fault) if isinstance(fault, UserError) else f"{type(fault).__name__}: {fault}"
+            parts: list[Any] = [None] * size
+            dist.all_gather_object(parts, (error, of_rank), group=self._replicas)
+            for at, (error, of_replica) in enumerate(parts):
+                if error:
+                    raise UserError(error)
+                values[first + at : first + BATCH * size : size] = of_replica
+            done(sum(len(of_replica) for _, of_replica in parts))
+        return values
 
     def _prompt(self, request: Request) -> Prompt:
         media = [self._prompts.medium_of(kind, raw, f"{kind} of a document") for kind, raw in request.files]

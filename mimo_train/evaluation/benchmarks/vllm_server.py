@@ -86,7 +86,9 @@ class VllmServer:
                 done(1)
         return texts
 
-    def score(self, request: Request, continuation: str) -> tuple[float, bool]:
+    def score(
+        self, pairs: Sequence[tuple[Request, str]], done: Callable[[int], Any] = lambda count: None
+    ) -> list[tuple[float, bool]]:
         """Raise UserError: a chat interface gives no probabilities of a text."""
         raise UserError("tasks that compare probabilities need our own model. Leave out --backend vllm")
 

@@ -290,7 +290,7 @@ def _of_requests(folder: Path, count: int) -> list[tuple[str, float, bool]]:
         truths.append(conversation.turns[1].text)
     backend = ModelAnswers(model.cfg, model.pipeline, model.tokenizer)
     texts = backend.answer(requests, decoding_of({}))
-    scores = [backend.score(request, truth) for request, truth in zip(requests, truths, strict=True)]
+    scores = backend.score(list(zip(requests, truths, strict=True)))
     _stop_between_losses_and_answers(model)
     dist.destroy_process_group()
     return [(text, *score) for text, score in zip(texts, scores, strict=True)]
