@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -72,8 +71,8 @@ class Answerer:
         prompts = chain.from_iterable(
             turn_prompts(dataset, self.prompts, number, turns[number]) for number in self.share(numbers)
         )
-        most = max(sum(len(turns[number]) for number in numbers[replica::replicas]) for replica in range(replicas))
-        for _ in range(math.ceil(most / CHUNK)):
+        counts = [sum(len(turns[number]) for number in numbers[replica::replicas]) for replica in range(replicas)]
+        for begin in range(0, max(counts), CHUNK):
             before_chunk()
             chunk = list(islice(prompts, CHUNK))
             answered = [each for each in chunk if self.answers.has_room(each.prompt)]
@@ -82,7 +81,7 @@ class Answerer:
             answers = self.answers.batch([each.prompt for each in answered], draws)
             texts |= {(each.number, each.turn): "" for each in chunk}
             texts |= {(each.number, each.turn): answer.text for each, answer in zip(answered, answers, strict=True)}
-            progress(len(chunk) * replicas)
+            progress(sum(min(max(count - begin, 0), CHUNK) for count in counts))
         return {key: text for part in self.gather(texts) for key, text in part.items()}
 
 
