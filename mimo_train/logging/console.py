@@ -240,7 +240,7 @@ class CountBar:
         now = self._clock()
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done)
-        elif now - self._last >= _SECONDS_BETWEEN_COUNTS:
+        elif self.done and now - self._last >= _SECONDS_BETWEEN_COUNTS:
             self._last = now
             of = left = ""
             if self._total is not None:
