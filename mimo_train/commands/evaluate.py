@@ -90,7 +90,6 @@ def _evaluate(args: argparse.Namespace) -> int:
     """Start ranks if the layout needs several, or evaluate as one."""
     from data.storage.url import place_of
     from mimo_train.config.pretrained.hub import located
-    from mimo_train.config.tasks import TASKS
     from mimo_train.evaluation.data_choice import chosen_sets, output_folder, with_data
     from mimo_train.evaluation.generation.source import open_source
     from mimo_train.launch.nodes import nodes_of
@@ -118,7 +117,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         micro_batch_size=args.batch,
         merge=False,
     )
-    if TASKS[source.cfg.train.task].value_head:
+    if source.cfg.traits.value_head:
         raise UserError(f"CHECKPOINT: {source.folder} is a model with a value head, which gives no text to score")
     cfg, sets = source.cfg, []
     if not args.prompts and (not tasks or evaluate_tasks.LOCAL in tasks):

@@ -13,10 +13,9 @@ from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_distill import DISTILL, DistillConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.config.schema_preference import PreferenceConfig
 from mimo_train.config.schema_run import LaunchConfig, PlacementConfig, RunConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
-from mimo_train.config.tasks import TASKS, TaskTraits
+from mimo_train.config.tasks import TASKS, PreferenceConfig, TaskTraits
 from mimo_train.config.transformers_llm import TransformersLlm
 
 

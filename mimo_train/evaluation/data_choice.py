@@ -10,7 +10,6 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.run_files import SUFFIXES, shipped_configs
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
-from mimo_train.config.tasks import TASKS
 from mimo_train.inputs.datasets import HeldOutSet, splits_of
 
 OF_MODEL = {
@@ -33,7 +32,7 @@ def with_data(cfg: ConfigContainer, data: str) -> ConfigContainer:
     """
     task = cfg.train.task
     if not data:
-        if TASKS[task].form != "turns":
+        if cfg.traits.form != "turns":
             raise UserError(
                 f"--data: the held-out samples of train.task={task} are preferences. Give samples with answers"
             )

@@ -6,7 +6,6 @@ from typing import Any
 from data.errors import DataError
 from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.tasks import TASKS
 from mimo_train.estimate.activations import BYTES
 from mimo_train.estimate.memory import GIB, stage_memory
 from mimo_train.estimate.parameters import ParameterCount, embedding_rows, module_parameters
@@ -19,7 +18,7 @@ from mimo_train.training.teacher.source import KEY, open_teacher, require_one_vo
 
 def add_teacher(report: Report, run: Run, tokenizer: Any | None) -> None:
     """Add the teacher of a run that has one. `tokenizer`: the run's; None if it cannot be built."""
-    if not TASKS[run.cfg.train.task].has_teacher or not run.cfg.distill.teacher:
+    if not run.cfg.traits.has_teacher or not run.cfg.distill.teacher:
         return
     try:
         teacher = open_teacher(run).run

@@ -20,7 +20,6 @@ from megatron.core.utils import unwrap_model
 from data.order.step import Microbatch, StepBatch
 from data.samples.protocol import Samples
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.tasks import TASKS
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.evaluation.predictions import PredictStep
 from mimo_train.layout.run import Run
@@ -172,7 +171,7 @@ class Teacher:
 
 def built_teacher(run: Run, kind: str, device: torch.device) -> Teacher | None:
     """Build and load the teacher of `train.task=distill`; None for other tasks. Collective."""
-    if not TASKS[run.cfg.train.task].has_teacher:
+    if not run.cfg.traits.has_teacher:
         return None
     with agreed():
         opened = open_teacher(run)

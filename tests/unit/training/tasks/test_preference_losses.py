@@ -7,8 +7,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from mimo_train.config.errors import ConfigError
-from mimo_train.config.schema_preference import PreferenceConfig
-from mimo_train.config.tasks import TASKS
+from mimo_train.config.tasks import TASKS, PreferenceConfig
 from mimo_train.training.tasks.registry import CLASSES
 
 ALONE = SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0, size=lambda: 1), dp=SimpleNamespace(size=lambda: 1))

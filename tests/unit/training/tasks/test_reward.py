@@ -8,8 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError, UserError
-from mimo_train.config.schema_preference import PreferenceConfig
-from mimo_train.config.tasks import TASKS
+from mimo_train.config.tasks import TASKS, PreferenceConfig
 from mimo_train.evaluation.generation.answers import Answers
 from mimo_train.hf.classifier import classifier_config
 from mimo_train.hf.llava_limits import export_form
