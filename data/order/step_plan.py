@@ -79,7 +79,8 @@ class StepPlan:
         if self.answers == 1:
             return self.lengths[places]
         assert self.documents is not None, "lengths of answers are counted apart"
-        return np.concatenate([self.documents[place] for place in places])
+        # The documents of no sample: a packed row may be padding alone.
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(self.documents[place] for place in places)])
 
     def feature_rows(self, counts: np.ndarray, share: Share) -> np.ndarray:
         """Return the row of the features of a share's samples for each of its placeholders, int64: every answer of a
@@ -87,7 +88,7 @@ class StepPlan:
         of_samples = counts[share.places]
         ends = np.cumsum(of_samples)
         rows = [np.arange(end - count, end) for end, count in zip(ends, of_samples, strict=True)]
-        return np.concatenate([np.tile(of_sample, self.answers) for of_sample in rows])
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(np.tile(of_sample, self.answers) for of_sample in rows)])
 
     @cached_property
     def texts_of_length(self) -> dict[int, int]:

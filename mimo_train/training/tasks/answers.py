@@ -60,8 +60,9 @@ class Answers:
         columns = torch.stack([-losses_BC.float() * mask_BC, mask_BC, sources_BC * mask_BC]).flatten(1)
         places = batch["answers"].reshape(-1)
         # Sums instead of a scatter, whose order of summation is not fixed on CUDA.
-        sums = torch.stack([(columns * (places == answer)).sum(1) for answer in range(number)], dim=1)
-        if groups.cp.size() > 1:
+        of_answers = [(columns * (places == answer)).sum(1) for answer in range(number)]
+        sums = torch.stack(of_answers, dim=1) if number else columns[:, :0]  # a packed row of padding alone
+        if number and groups.cp.size() > 1:
             sums = reduce_from_tensor_model_parallel_region(sums, group=groups.cp)  # a rank's gradient is of its part
         logps_NK, tokens_NK, sources_NK = sums.view(len(columns), len(targets_N), 2)
         counts_N, tokens_NK = (tokens_NK > 0).all(dim=1), tokens_NK.detach().clamp(min=1)

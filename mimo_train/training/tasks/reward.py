@@ -49,6 +49,6 @@ def _last_values(batch: Mapping[str, Any], groups: ProcessGroupCollection, value
     is_last = offsets_BC.reshape(1, -1) == ends.to(values_BC.device)[:, None] - 1
     # A sum instead of a selection: the last token may be on another context-parallel rank.
     rewards_A = (values_BC.reshape(1, -1).float() * is_last).sum(1)
-    if groups.cp.size() > 1:
+    if len(rewards_A) and groups.cp.size() > 1:
         rewards_A = reduce_from_tensor_model_parallel_region(rewards_A, group=groups.cp)  # gradients are of own parts
     return rewards_A

@@ -122,8 +122,11 @@ class TaughtSteps(StepIterator):
         starts = [self._starts.get(place) for place in places]
         rows[learned] = np.concatenate(
             [
-                np.arange(count) + start if start is not None else np.zeros(count, dtype=np.int64)
-                for count, start in zip(counts, starts, strict=True)
+                learned[:0],  # a packed row may be padding alone
+                *(
+                    np.arange(count) + start if start is not None else np.zeros(count, dtype=np.int64)
+                    for count, start in zip(counts, starts, strict=True)
+                ),
             ]
         )
         cp, rank = language.cp.size(), language.cp.rank()

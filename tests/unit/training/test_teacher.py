@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from data.order.step import Microbatch
+from data.order.step_plan import Share, StepPlan
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.training.tasks.distill import Distill
 from mimo_train.training.teacher import exchange
 from mimo_train.training.teacher.source import require_one_vocabulary
+from mimo_train.training.teacher.steps import TaughtSteps
 
 DATASET = SimpleNamespace(locate=lambda number: ("train.tar", f"key{number}"))
 TOKENIZER = SimpleNamespace(shown=lambda ids: chr(ids[0]))
@@ -49,6 +52,17 @@ def test_other_tokens_are_an_error(message, monkeypatch):
     with pytest.raises(UserError) as raised:
         counts(monkeypatch, ["same", "abc"], ["same", WRONG[message]])
     assert message in str(raised.value)
+
+
+def test_a_packed_row_of_padding_alone_takes_any_row_of_the_teacher():
+    none, labels = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
+    microbatch = Microbatch(sample_numbers=none, loss_mask=torch.zeros(1, 8), labels=labels)
+    plan = StepPlan(10, 1, ((Share(none.numpy(), 8),),), np.array([5]), packed=True)
+    cp = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    pipeline = SimpleNamespace(groups=SimpleNamespace(collections={"language": SimpleNamespace(cp=cp)}))
+    current = SimpleNamespace(microbatches=[microbatch], plan=plan, first_sample=10)
+    steps = SimpleNamespace(current=current, _pipeline=pipeline, _starts={})
+    assert TaughtSteps._rows_of(steps, 0).tolist() == [0]
 
 
 def test_other_vocabularies_are_an_error():

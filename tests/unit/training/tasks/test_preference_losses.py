@@ -115,6 +115,17 @@ def test_bad_samples_and_those_without_a_reference_count_nowhere(name):
         assert total.item() == pytest.approx(expected.item()) and not gradient[4:].any()
 
 
+@pytest.mark.parametrize("name", [name for name, traits in TASKS.items() if traits.answers > 1])
+def test_a_packed_row_of_padding_alone_counts_nothing(name):
+    losses = torch.rand(1, 8, requires_grad=True)
+    batch = {"loss_mask": torch.zeros(1, 8), "answers": torch.full((1, 8), -1), "targets": torch.zeros(0)}
+    batch |= {"reference": torch.zeros(0, 2), "documents": (8,), "lengths": (0,)}
+    total, units, report = _task(name)(batch, ALONE, losses)
+    total.backward()
+    assert total == units == 0 and not any(sums.any() for sums in report.values())
+    assert losses.grad is not None and not losses.grad.any()
+
+
 def test_a_task_that_needs_a_reference_does_not_run_without():
     batch, losses = _rows(packed=False)
     del batch["reference"]
