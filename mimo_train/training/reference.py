@@ -28,6 +28,7 @@ from data.samples.bad_samples import require_budget
 from data.samples.protocol import Samples
 from data.samples.shard_dataset import ShardDataset
 from data.storage.files import replacing
+from mimo_train.checkpoint.frozen_base import fingerprint
 from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
@@ -52,7 +53,8 @@ class References:
         self._run, self._pipeline, self._progress, self._ending = run, pipeline, progress, ending
         self.needed = run.cfg.traits.needs_reference
         if self.needed and not progress.step:
-            progress.start_weights = _hash_of_weights(pipeline)
+            weights = fingerprint(shards_of_model(pipeline.model))
+            progress.start_weights = int.from_bytes(hashlib.sha256(weights.encode()).digest()[:6], "little")
 
     def serve(self, dataset: Samples, padding: Padding | Packing | None, name: str) -> None:
         """Set `dataset.reference`, if the task needs it. Collective over all ranks.
@@ -93,8 +95,10 @@ class References:
     def _path(self, dataset: ShardDataset) -> Path:
         """Return the file of the values. Its name has a hash of all that determines them, the layout aside."""
         cfg = self._run.cfg
+        # Adapters of a checkpoint or a directory are not zero at the start.
+        scales = {name: module.lora.rank and module.lora.scale for name, module in cfg.modules.items()}
         modules = [
-            (name, module.encoder, module.projector, module.placeholder, module.llm, cfg.fp8_of(name))
+            (name, module.encoder, module.projector, module.placeholder, module.llm, cfg.fp8_of(name), scales[name])
             for name, module in sorted(cfg.modules.items())
         ]
         settings = (
@@ -196,26 +200,6 @@ def _log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sample numbers [N], log-probabilities of their answers [N, K]), in the place of a task's loss."""
     return batch["sample_numbers"], Answers.of(batch, groups, output).logps_NK
-
-
-def _hash_of_weights(pipeline: Pipeline) -> int:
-    """Return a hash of the model's weights and buffers, the same on every rank and at every layout. Collective.
-
-    The 16-bit words of each tensor are added as integers, which no order or split changes.
-    """
-    total = torch.zeros(1, dtype=torch.int64, device=pipeline.device)
-    for shard in shards_of_model(pipeline.model):
-        if any(shard.replica):
-            continue
-        name = hashlib.sha256(f"{shard.module} {shard.name} {shard.tensor.dtype}".encode()).digest()
-        factor = int.from_bytes(name[:7], "little") | 1
-        flat = shard.tensor.detach().reshape(-1)
-        for first, span in shard.boxes:
-            part = flat[first : first + span.numel]
-            words = part.view(torch.int16 if part.element_size() > 1 else torch.uint8)
-            total += words.sum(dtype=torch.int64) * factor
-    dist.all_reduce(total)
-    return int.from_bytes(hashlib.sha256(str(int(total)).encode()).digest()[:6], "little")
 
 
 def _read(path: Path, shape: tuple[int, int]) -> np.ndarray | None:

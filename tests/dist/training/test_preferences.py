@@ -122,6 +122,7 @@ def test_reference_values_are_of_the_start_weights_and_of_each_row(demos, tmp_pa
         return run(demos, tmp_path / name, "gpt", "dpo", None, f"data.cache_dir={tmp_path / cache}", *changes)
 
     longer = ("train.iters=3", *saving[1:])
+    adapted = (*still, "train.iters=1", "modules.language.lora.rank=2")
     found = run_ranks(
         lives,
         1,
@@ -134,6 +135,8 @@ def test_reference_values_are_of_the_start_weights_and_of_each_row(demos, tmp_pa
             "missing": (of("first", "b", "train.iters=4", *saving[1:]), "remove"),
             "shorter": (of("shorter", "a", *still, "train.iters=1", "data.sequence_length=96"), ""),
             "split": (of("split", "c", *still, "train.iters=1", "data.validation_fraction=0.25"), ""),
+            "adapted": (of("adapted", "d", *adapted), ""),
+            "scaled": (of("scaled", "d", *adapted, "modules.language.lora.alpha=32"), ""),
         },
     )[0]
     for line in found["still"]:
@@ -149,6 +152,7 @@ def test_reference_values_are_of_the_start_weights_and_of_each_row(demos, tmp_pa
     assert [line["step"] for line in found["resumed"]][-1] == 3
     assert "start a new run" in found["missing"] and "step 3" in found["missing"]
     assert found["split"][-1]["eval/loss"] == pytest.approx(0.693147, abs=1e-5) and len(found["split files"]) == 2
+    assert len(found["adapted files"]) == 1 and len(found["scaled files"]) == 2
     assert len(found["shorter files"]) == 2 and found["shorter files"].items() > found["still files"].items()
 
 
