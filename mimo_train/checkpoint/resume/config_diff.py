@@ -1,7 +1,7 @@
 """Config changes since the checkpoint: those that affect results, and those that make it another model.
 
-All keys of `data`, `modules`, `train`, `optim` and `distill`, including future ones, are compared unless they are
-listed here.
+All keys of `data`, `modules`, `train`, `optim`, `preference` and `distill`, including future ones, are compared unless
+they are listed here.
 """
 
 import dataclasses
@@ -60,7 +60,8 @@ BY_MODULE = {"train": {"fp8"}, "modules": {"fp8"}}
 """Keys by section that are compared by each module's effective value."""
 
 BY_MICROBATCH = {"data": {"pad", "pack", "pack_length"}, "modules": {"layout"}, "train": {"micro_batch_size"}}
-"""Keys of `FREE` that change numbers of experts whose loads are balanced over a microbatch of ranks."""
+"""Keys of `FREE` that change numbers of experts whose loads are balanced over a microbatch of ranks, and the KL term of
+`kto`."""
 
 FREE_OF_SPECS = {"name", "init_std", "max_positions"}
 """Keys of `MAY_CHANGE` that change no number of a run that has weights."""
@@ -87,7 +88,7 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
     Raises:
         KeyError, TypeError, AttributeError: `before` is not a config.
     """
-    for section in ("data", "train", "optim", "distill"):
+    for section in ("data", "train", "optim", "preference", "distill"):
         free = _unreported(section, cfg)
         yield from key_changes(before.get(section, {}), getattr(cfg, section), section, free)
     for index, (past, source) in enumerate(zip(before["data"].get("mix") or (), cfg.data.mix, strict=False)):
@@ -110,7 +111,8 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
 def _unreported(section: str, cfg: ConfigContainer) -> set[str]:
     """Return the keys of a section that are rejected, change nothing, or are compared elsewhere."""
     keys = {key for kind in (REFUSED, BY_CONTENT, FREE, BY_MODULE) for key in kind.get(section, ())}
-    return keys - BY_MICROBATCH.get(section, set()) if cfg.llm.balances_microbatches else keys
+    by_microbatch = cfg.llm.balances_microbatches or cfg.traits.form == "labels"
+    return keys - BY_MICROBATCH.get(section, set()) if by_microbatch else keys
 
 
 def key_changes(was: Mapping[str, Any], section: Any, prefix: str, free: Set[str] = frozenset()) -> Iterator[str]:

@@ -26,12 +26,13 @@ from mimo_train.config.schema_distill import DistillConfig
 from mimo_train.config.schema_mix import SourceConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
+from mimo_train.config.tasks import PreferenceConfig
 from mimo_train.inputs.datasets import tokenizer_of
 from tests.unit.configs import changed, load
 from tests.unit.data.text.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
 
 SECTIONS = {"data": DataConfig, "modules": ModuleConfig, "train": TrainConfig, "optim": OptimConfig}
-SECTIONS |= {"distill": DistillConfig}
+SECTIONS |= {"distill": DistillConfig, "preference": PreferenceConfig}
 SAID = {
     "data": {
         *("sequence_length", "bounds", "exhausted", "mix_schedule"),
@@ -56,6 +57,9 @@ SAID = {
         *("loss_scale", "initial_loss_scale", "loss_scale_window"),
     },
     "distill": {"teacher", "sequence_length", "weight", "temperature", "top_k"},
+    "preference": {
+        *("beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight", "center_rewards")
+    },
 }
 """Keys by section that change numbers, and are said. A key of no table is a decision that was not made."""
 
@@ -115,6 +119,12 @@ def test_experts_that_balance_a_microbatch_mind_what_is_in_one():
     record["config"]["modules"]["language"]["llm"]["router_balancing"] = "aux_loss"
     said = config_changes(Path("a"), record, changed(others | balanced))
     assert said == "data.pack was False, is True; train.micro_batch_size was 8, is 2"
+
+
+def test_the_kl_term_of_kto_minds_what_is_in_a_microbatch():
+    for task, said in (("kto", "train.micro_batch_size was 8, is 2"), ("dpo", "")):
+        record = {"config": compose.to_dict(changed({"train.task": task})), "data_fingerprint": "same"}
+        assert config_changes(Path("a"), record, changed({"train.task": task, "train.micro_batch_size": 2})) == said
 
 
 def test_new_weights_of_a_mixture_are_said():
