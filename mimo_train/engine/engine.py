@@ -75,6 +75,9 @@ class Engine:
         if cfg.train.task != "sft":
             text = f"is {cfg.train.task}, and an engine learns by the loss function of its caller. Set train.task=sft"
             raise ConfigError([Fault("train.task", text)])
+        if getattr(cfg.llm, "is_balanced", False):
+            text = "has output_router_logits, a loss that an engine does not have. Set it to false in config.json"
+            raise ConfigError([Fault(f"modules.{LANGUAGE}.llm.model_config", text)])
         run = started_run(cfg)
         require_none_idle(run)
         with ExitStack() as stack:

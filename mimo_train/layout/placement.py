@@ -13,7 +13,7 @@ from data.text_format import plural
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_distill import DISTILL
+from mimo_train.config.schema_distill import DISTILL, SFT
 from mimo_train.config.schema_modules import LayoutConfig
 
 
@@ -44,7 +44,7 @@ def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     faults = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans | teacher_spans(cfg))]
     yield from faults
     if not faults:
-        yield from _teacher_faults(cfg, spans)
+        yield from _task_faults(cfg, spans)
         yield from node_faults(cfg, cfg.placement.ranks_per_node)
         yield from _dropout_faults(cfg, spans)
 
@@ -114,14 +114,14 @@ def teacher_spans(cfg: ConfigContainer) -> dict[str, range]:
     return {f"{name} of the teacher": range(first, first + size) for name, (first, size) in spans.items()}
 
 
-def _teacher_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
+def _task_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
     apart = {rank for span in teacher_spans(cfg).values() for rank in span} - {*chain.from_iterable(spans.values())}
     if apart and "grad_norms" in cfg.log.metrics:
         text = f"grad_norms requires a module on every rank, and rank {min(apart)} has the teacher alone. Remove it"
         yield Fault("log.metrics", text)
-    if cfg.train.task == DISTILL and getattr(cfg.llm, "is_balanced", False):
-        text = "has output_router_logits, a loss that train.task=distill does not have. Set it to false in config.json"
-        yield Fault(f"modules.{LANGUAGE}.llm.model_config", text)
+    if cfg.train.task != SFT and getattr(cfg.llm, "is_balanced", False):
+        text = f"has output_router_logits, a loss that train.task={cfg.train.task} does not have. Set it to false"
+        yield Fault(f"modules.{LANGUAGE}.llm.model_config", f"{text} in config.json")
 
 
 def _one_after_the_other(cfg: ConfigContainer, order: tuple[str, ...]) -> dict[str, int]:

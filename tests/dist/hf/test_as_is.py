@@ -494,6 +494,8 @@ def test_rejected_by_name(prose, models, tmp_path):
     for override, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
             resolve(run_of("gpt_tiny", tmp_path, prose, models / "cohere", override))
+    with pytest.raises(ConfigError, match="has output_router_logits, a loss that train.task=simpo does not have"):
+        resolve(run_of("gpt_tiny", tmp_path, prose, models / "jetmoe", "train.task=simpo"))
     for change, message in (
         ("missing", "q_proj.weight is missing"),
         ("short", "q_proj.weight is .1, 32., and .32, 32. here"),
