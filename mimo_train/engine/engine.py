@@ -137,7 +137,7 @@ class Engine:
         """Return the log-probability of each token of the answers, float32 [tokens] for each sample, on every rank: at
         temperature 1, without dropout."""
         self._memory.require_on_device("log_probs")
-        device, found = self.pipeline.device, []
+        device, log_probs = self.pipeline.device, list[torch.Tensor]()
         for first in range(0, len(batch), self.cfg.train.global_batch_size):
             part = batch.part(first, min(self.cfg.train.global_batch_size, len(batch) - first))
             values = torch.zeros(part.ends[-1], device=device)
@@ -151,8 +151,8 @@ class Engine:
             if language is None or language.tp.rank():
                 values.zero_()
             dist.all_reduce(values)
-            found += values.cpu().split([len(answer) for answer in part.answers])
-        return found
+            log_probs += values.cpu().split([len(answer) for answer in part.answers])
+        return log_probs
 
     def train(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """Make an optimizer step on a batch, and one of the schedules.
@@ -184,6 +184,7 @@ class Engine:
                 task = _Learn(self.cfg, loss_function)
                 result = train_step(replace(session, data=data), self._forward_step(task))
         progress.count(len(batch), int(sum(map(len, batch.answers))), result)
+        self._answered = 0
         values: list[Any] = [{name: float(value) for name, value in result.losses.items()}]
         dist.broadcast_object_list(values, src=self._run.layout.logging_rank)
         rates = session.schedulers.learning_rates()
@@ -201,7 +202,8 @@ class Engine:
         """Answer prompts, on every rank the same. Each replica of the language model answers a part of them.
 
         Args:
-            numbers: see `Answers.batch`; by default they go on from call to call.
+            numbers: see `Answers.batch`; by default they follow from the step and the prompts since then, so that a
+                run that resumes draws the same answers.
             batch_size: most sequences that a replica decodes together.
 
         Raises:
@@ -211,7 +213,8 @@ class Engine:
             return self.generate_by(prompts, sampling, max_new_tokens)
         self._memory.require_on_device("generate")
         if numbers is None:
-            numbers = range(self._answered, self._answered + len(prompts))
+            first = (self.step << 32) + self._answered
+            numbers = range(first, first + len(prompts))
             self._answered += len(prompts)
         with evaluating(self.session.model):
             decoder = Decoder(self.pipeline)
@@ -228,7 +231,11 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the held-out sets of `data`, as `eval/NAME`."""
         self._memory.require_on_device("evaluate")
-        return {name: value for held_out in self.session.held_out_sets for name, value in held_out.evaluate().items()}
+        return {
+            name: value
+            for held_out in self.session.held_out_sets
+            for name, value in held_out.evaluate(self.step).items()
+        }
 
     def log(self, values: Mapping[str, float]) -> None:
         """Write values of this step into metrics.jsonl and the other sinks of `log`."""
@@ -258,6 +265,7 @@ class Engine:
         """Continue from a checkpoint of an engine, which any layout has written. Raises UserError as resuming does."""
         self._memory.require_on_device("load")
         self.session.checkpointer.continue_from(folders.in_folder(place_of(str(place)), "CHECKPOINT"))
+        self._answered = 0
 
     def close(self) -> None:
         """End threads and writers; nothing is saved."""

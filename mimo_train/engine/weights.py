@@ -91,18 +91,18 @@ class GatheredWeights:
     def load(self, name: str) -> torch.Tensor:
         """Return the value of a tensor, on every rank."""
         stored, shape, dtype = self._tensors[name]
-        whole = torch.zeros(shape, dtype=dtype, device=self._device)
+        tensor = torch.zeros(shape, dtype=dtype, device=self._device)
         for shard in self._shards.get(stored, []):
             value = self._value(shard.tensor)
             if any(shard.replica):
                 continue
             for start, span in shard.boxes:
                 part = value.reshape(-1)[start : start + span.numel].view(span.size)
-                whole[tuple(slice(at, at + size) for at, size in zip(span.offset, span.size, strict=True))] = part
+                tensor[tuple(slice(at, at + size) for at, size in zip(span.offset, span.size, strict=True))] = part
         # Each element is on one rank, and 0 on all others. Sums of bytes keep the sign of zeros, and every other bit.
-        if whole.numel():
-            dist.all_reduce(whole.view(-1).view(torch.uint8))
-        return whole
+        if tensor.numel():
+            dist.all_reduce(tensor.view(-1).view(torch.uint8))
+        return tensor
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor, with adapters merged."""

@@ -129,6 +129,10 @@ def exercised(cfg, folder: Path, layout: str):
             engine.generate(batch.prompts[:1])
     else:
         answers = [each.learned for each in engine.generate(batch.prompts[:5], drawn, 6)]
+        others = [each.learned for each in engine.generate(batch.prompts[:5], drawn, 6)]
+        engine.load(saved)
+        again = [each.learned for each in engine.generate(batch.prompts[:5], drawn, 6)]
+        assert again == answers != others
     engine.generate_by = lambda prompts, sampling, most: [(len(prompts), sampling, most)]
     assert engine.generate(batch.prompts[:2], drawn, 3) == [(2, drawn, 3)]
     with pytest.raises(UserError, match="global_batch_size: is 8, the most samples of a step, and the batch has 9"):
