@@ -209,8 +209,12 @@ def _prompt(record: Mapping[str, Any], answers: Sequence[list[Any]]) -> list[Any
     prompt = _messages(record[name], "user", name)
     # Some datasets, such as ultrafeedback_binarized, have the question in their answers too.
     is_repeated = all(answer[: len(prompt)] == prompt for answer in answers)
-    has_questions = any(turn.get("role") in _USERS for answer in answers for turn in answer)
-    return [] if is_repeated or (isinstance(record[name], str) and has_questions) else prompt
+    begin_with_question = all(_first_role(answer) in _USERS for answer in answers)
+    return [] if is_repeated or (isinstance(record[name], str) and begin_with_question) else prompt
+
+
+def _first_role(messages: Sequence[Any]) -> Any:
+    return next((role for turn in messages if (role := turn.get("role")) != "system"), None)
 
 
 def _instruction(record: Mapping[str, Any]) -> list[Any]:

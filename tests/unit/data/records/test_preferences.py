@@ -59,6 +59,10 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[list[str], ...]]] = {
         {"prompt": [USER], "chosen": [GOOD, USER, GOOD], "rejected": [BAD]},
         (["user: q", "*assistant: good", *PAIR[0]], PAIR[1]),
     ),
+    "several turns after a text": (
+        {"prompt": "q", "chosen": [GOOD, USER, GOOD], "rejected": "bad"},
+        (["user: q", "*assistant: good", *PAIR[0]], PAIR[1]),
+    ),
     "excluded turn of an answer": (
         {"prompt": [USER], "chosen": [GOOD | {"weight": 0}, USER, GOOD], "rejected": [BAD]},
         ([*EARLIER, *PAIR[0]], PAIR[1]),
