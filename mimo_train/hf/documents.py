@@ -31,11 +31,10 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import MODEL, TEXT_PARTS, TransformersLlm, class_of, transformers_config
 from mimo_train.families.config_json import language_config_json, model_types
 from mimo_train.families.weights import HEAD, SCORE, language_map
-from mimo_train.hf.classifier import classifier_config
 from mimo_train.hf.directory import copy_files, has_another_template, hub_names, write_json, write_run_tokenizer
 from mimo_train.hf.fill import Reader
 from mimo_train.hf.llava_limits import published_encoder, why_no_family
-from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
+from mimo_train.hf.parts import ENCODER, PROJECTOR, Part, classifier_config, pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.inputs.datasets import has_another_tokenizer
 

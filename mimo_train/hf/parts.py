@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from data.text.tokens import Tokenizer
 from encoders.base import EncoderSpec
 from encoders.registry import FAMILIES
 from encoders.transformers_media.spec import ProcessorSpec
 from encoders.weight_map import WeightMap
+from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import Composite, composite_of
 from mimo_train.config.pretrained.composites.of_transformers import stored_weights
@@ -16,10 +19,11 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.families.config_json import language_keys
 from mimo_train.families.weights import HEAD, SCORE, language_map
-from mimo_train.hf.classifier import ENDS as CLASSIFIER_ENDS
 
 ENCODER, PROJECTOR = "encoders.", "input_projections."
 """Prefixes of an encoder module's parameters."""
+CLASSIFIER = "ForSequenceClassification"
+"""Ends the names of the classes of `transformers` with a value head."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             config = composite.part(directory.config, name)
             kind, spellings = config["model_type"], composite.spellings(directory.folder, directory.key)
             stored = language_keys(config)["vocab_size"]
-            has_score = any(name.endswith(CLASSIFIER_ENDS) for name in directory.config.get("architectures") or ())
+            has_score = any(name.endswith(CLASSIFIER) for name in directory.config.get("architectures") or ())
             heads = (SCORE if has_score else None, SCORE) if cfg.traits.value_head else (HEAD, HEAD)
             weights, written = (
                 language_map(cfg.llm, rows, kind, language_rows, head=head).under(*spellings)
@@ -98,3 +102,19 @@ def _encoder_part(name: str, spec: EncoderSpec, directory: Directory, part: str 
     ]
     weights = weights.named(place).under(*names)
     return Part(name, place if part else ENCODER, weights, weights, directory.folder, directory.key, is_whole)
+
+
+def classifier_config(model_type: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the keys of config.json of a model with a value head. `model_type` is "" for a model of several parts.
+    Raises UserError if `transformers` has no class for it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+    if model_type not in CLASSES:
+        raise UserError(
+            f"train.task: transformers has no class for sequence classification of {model_type or 'several parts'}, so "
+            "this reward model cannot be exported. Use its checkpoint"
+        )
+    # The class takes the last token that is not padding, so a token that ends answers cannot be padding.
+    pads = tokenizer.pad_id not in tokenizer.template.stop_ids
+    labels: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return labels | {"architectures": [CLASSES[model_type]], "pad_token_id": tokenizer.pad_id if pads else None}

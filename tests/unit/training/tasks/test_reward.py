@@ -10,8 +10,8 @@ from mimo_train.config.compose import load
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.tasks import TASKS, PreferenceConfig
 from mimo_train.evaluation.generation.answers import Answers
-from mimo_train.hf.classifier import classifier_config
 from mimo_train.hf.llava_limits import export_form
+from mimo_train.hf.parts import classifier_config
 from mimo_train.layout.run import resolve
 from mimo_train.training.tasks.reward import Reward
 
