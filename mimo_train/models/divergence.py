@@ -35,6 +35,8 @@ class TeacherHead:
 
     weight_VH: torch.Tensor
     """Rows of the tokens that both models have; fewer than the student's at the end of the vocabulary."""
+    columns: int
+    """Rows of the student's part, the same on every rank."""
     softcap: float
     divisor: float
     tp_group: dist.ProcessGroup
@@ -80,7 +82,7 @@ class Lesson:
             divergence = self.head.divergence(student, teacher)  # first: the other one may change the logits
             return torch.stack([token_loss(labels, student), divergence])
 
-        size = max(1, CHUNK // max(1, len(self.head.weight_VH)))
+        size = max(1, CHUNK // self.head.columns)  # equal on all ranks, which sum over chunks
         chunks = list(zip(hidden_NH.split(size), self.hidden_NH.split(size), labels_N.split(size), strict=True))
         if len(chunks) == 1 or not torch.is_grad_enabled():
             return torch.cat([of_chunk(*chunk) for chunk in chunks], dim=1)

@@ -66,7 +66,8 @@ class Teacher:
         rows = embedding_rows(llm, self.parts.tokenizer.vocab_size) // layout.tp
         shard_VH = torch.empty(rows, llm.hidden_size, dtype=self.dtype, device=pipeline.device)
         language = self._last_chunk()
-        first, last = self._columns(run, student)
+        columns = embedding_rows(run.cfg.llm, student.tokenizer.vocab_size) // run.layout.language.tp
+        first, last = self._tokens(columns, run, student)
         weight_VH = shard_VH.new_empty(max(last - first, 0), llm.hidden_size)
         for number, rank in enumerate(layout.stage_ranks(layout.pp - 1)[: layout.tp]):
             if rank == dist.get_rank():
@@ -83,7 +84,7 @@ class Teacher:
         if student.pipeline.is_last_stage:
             distill, tp_group = run.cfg.distill, student.pipeline.groups.collections[LANGUAGE].tp
             options = (llm.logit_softcap, llm.logit_divisor, tp_group, distill.temperature, distill.top_k)
-            self.head = TeacherHead(weight_VH, *options)
+            self.head = TeacherHead(weight_VH, columns, *options)
 
     @property
     def is_apart(self) -> bool:
@@ -157,16 +158,15 @@ class Teacher:
         pipeline = self.parts.pipeline
         return unwrap_model(modules_of(pipeline.model)[LANGUAGE][-1]) if pipeline.is_last_stage else None
 
-    def _columns(self, run: Run, student: Parts) -> tuple[int, int]:
+    def _tokens(self, columns: int, run: Run, student: Parts) -> tuple[int, int]:
         """Return the tokens [first, last) of this rank's part of the student's output layer that both models have; none
-        on ranks before its last stage."""
+        on ranks before its last stage. `columns`: tokens of a part."""
         if not student.pipeline.is_last_stage:
             return 0, 0
         tp = student.pipeline.groups.collections[LANGUAGE].tp
-        part = embedding_rows(run.cfg.llm, student.tokenizer.vocab_size) // tp.size()
         both = ((run.cfg.llm, student), (self.run.cfg.llm, self.parts))
         tokens = min(llm.vocab_size or parts.tokenizer.vocab_size for llm, parts in both)
-        return tp.rank() * part, min((tp.rank() + 1) * part, tokens)
+        return tp.rank() * columns, min((tp.rank() + 1) * columns, tokens)
 
 
 def built_teacher(run: Run, kind: str, device: torch.device) -> Teacher | None:

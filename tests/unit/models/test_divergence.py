@@ -17,7 +17,7 @@ def head(top_k: int, rows: int = VOCABULARY, **others) -> TeacherHead:
     torch.manual_seed(0)
     weight = torch.randn(rows, WIDTH)
     options = {"softcap": 0.0, "divisor": 1.0, "temperature": 1.5} | others
-    return TeacherHead(weight, tp_group=ALONE, top_k=top_k, **options)
+    return TeacherHead(weight, rows, tp_group=ALONE, top_k=top_k, **options)
 
 
 def plain(student: torch.Tensor, teacher: torch.Tensor, temperature: float, top_k: int) -> torch.Tensor:
