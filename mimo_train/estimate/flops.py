@@ -26,6 +26,7 @@ from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate.matmuls import Matmul, Media, encoder_matmuls, language_matmuls
+from mimo_train.estimate.parameters import output_rows
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
 from mimo_train.layout.kernels import layers_in_fp8
 from mimo_train.layout.placement import connections
@@ -140,7 +141,7 @@ class StepFlops:
             name: [encoder_matmuls(name, module.encoder, module.projector, width, media) for media in one_of_each]
             for name, module in cfg.encoders.items()
         }
-        self._of_text = partial(language_matmuls, cfg.llm, vocab=vocab)
+        self._of_text = partial(language_matmuls, cfg.llm, vocab=output_rows(cfg, vocab))
         self._row_logits = None if cfg.train.logits == "all" else 0
         self._language, self._units = cache(self._of_language), cache(self._of_units)
 
@@ -297,7 +298,7 @@ def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: f
         answers = cfg.traits.answers
         matmuls = [
             replace(matmul, forward=answers * matmul.forward, attention=answers * matmul.attention)
-            for matmul in language_matmuls(cfg.llm, cfg.data.sequence_length, vocab)
+            for matmul in language_matmuls(cfg.llm, cfg.data.sequence_length, output_rows(cfg, vocab))
         ]
     else:
         module = cfg.modules[name]

@@ -31,7 +31,7 @@ def language_matmuls(llm: LlmSpec, sequence_length: int, vocab: int, logits: int
     without attention: 6 S for forward and backward.
 
     Args:
-        vocab: rows of the embedding, padding included.
+        vocab: rows of the output layer, padding included.
         logits: N; None: all positions.
     """
     logits = sequence_length if logits is None else logits

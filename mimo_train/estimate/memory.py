@@ -13,7 +13,7 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
-from mimo_train.estimate.parameters import ParameterCount, module_parameters
+from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
 from mimo_train.layout.ranks import layers_of_stage, pipeline_stages, stage_layers, stages_to_end
@@ -150,7 +150,7 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     work += scores if recompute == "selective" else 0
     work += layer if recompute == "full" else 0
     if last:
-        chosen = train.logits == "learned"
+        vocab, chosen = output_rows(cfg, vocab), train.logits == "learned"
         numbers = tokens, llm.hidden_size, vocab, train.precision
         end = output_work(*numbers, tp=sizes.tp, sp=sizes.sp, chosen=chosen, frozen=frozen)
         end += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # tanh

@@ -55,12 +55,26 @@ class ParameterCount:
         return ParameterCount(self.total + other.total, self.trainable + other.trainable)
 
 
+def output_rows(cfg: ConfigContainer, vocab: int) -> int:
+    """Return the rows of the language model's output layer; `vocab`: rows of the embedding."""
+    return 1 if cfg.traits.value_head else vocab
+
+
 def language_parameters(
-    llm: LlmSpec, vocab: int, sequence_length: int, *, tp: int = 1, stage: int = 0, stages: int = 1, chunks: int = 1
+    llm: LlmSpec,
+    vocab: int,
+    sequence_length: int,
+    *,
+    tp: int = 1,
+    stage: int = 0,
+    stages: int = 1,
+    chunks: int = 1,
+    value_head: bool = False,
 ) -> int:
     """Return the parameters of a language model on one rank of stage `stage` (from 0) of `stages`, without its experts.
     tp divides attention and feed-forward matrices, but not norms, routers and the biases after row-parallel layers. The
-    first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both."""
+    first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both.
+    `value_head`: it ends in one number for each token."""
     if isinstance(llm, TransformersSizes):
         return parameters_of(llm.model_config).count(llm.vocab_size - llm.stored_vocab_size)
     hidden = llm.hidden_size
@@ -70,7 +84,9 @@ def language_parameters(
     if first:
         count += sequence_length * hidden if llm.position == "learned" else 0
     if last:
-        count += hidden * llm.norm_vectors
+        count += hidden * (llm.norm_vectors + value_head)
+    if value_head:
+        return count + first * math.ceil(vocab / tp) * hidden
     tables = 1 if llm.tie_embeddings else first + last
     return count + (tables if first or last else 0) * math.ceil(vocab / tp) * hidden
 
@@ -126,7 +142,17 @@ def module_parameters(
     module, place = cfg.modules[name], {"stage": stage, "stages": stages}
     if name == LANGUAGE:
         chunks = vpp if stages > 1 else 1
-        counts = {"llm": language_parameters(cfg.llm, vocab, cfg.data.sequence_length, tp=tp, **place, chunks=chunks)}
+        llm = language_parameters(
+            cfg.llm,
+            vocab,
+            cfg.data.sequence_length,
+            tp=tp,
+            stage=stage,
+            stages=stages,
+            chunks=chunks,
+            value_head=cfg.traits.value_head,
+        )
+        counts = {"llm": llm}
         if cfg.llm.num_experts:
             counts["experts"] = expert_parameters(cfg.llm, ep=ep, etp=etp, **place, chunks=chunks)
     else:

@@ -1,5 +1,7 @@
 """Parameters of models and their parts on a rank, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from encoders.native.vit.patch_spec import VisionSpec
@@ -16,6 +18,15 @@ def test_parameters_of_experts_by_hand():
     layer = 192 + 64 + 16 + 4 * 8 + 3 * 6 * 8 + 8
     assert parameters.language_parameters(EXPERTS, 10, 4) == 2 * layer + 8 + 10 * 8
     assert parameters.expert_parameters(EXPERTS) == 2 * 4 * ONE_EXPERT
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_value_head_has_one_row_in_place_of_the_output_layer(tied):
+    spec = replace(SMALL, tie_embeddings=tied)
+    counts = {head: parameters.language_parameters(spec, 10, 4, value_head=head) for head in (False, True)}
+    assert counts[True] - counts[False] == 8 - (0 if tied else 10 * 8)
+    stages = [parameters.language_parameters(spec, 10, 4, stage=at, stages=2, value_head=True) for at in range(2)]
+    assert sum(stages) == counts[True]
 
 
 def test_experts_are_dealt_and_cut_over_ranks():

@@ -60,6 +60,9 @@ CASES = {
     "latents, tp sp": ("gpt_tiny", 0, (*LATENT, *TP_SP, HALF)),
     "latents, packed": ("gpt_tiny", 0, (*LATENT, "data.pad=microbatch", "data.pack=true", HALF)),
     "pairs": ("vlm_digits", 1, ("train.task=simpo", "train.micro_batch_size=4", HALF)),
+    "value head": ("vlm_digits", 1, ("train.task=reward", "train.micro_batch_size=4", HALF,
+                                     "modules.language.llm.vocab_size=32000",
+                                     "modules.language.llm.tie_embeddings=false")),
     "adapters": ("vlm_digits", 1, ("modules.language.lora.rank=4", HALF)),
     "frozen": ("vlm_digits", 1, ("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]", HALF)),
     "shared": ("vlm_digits", 0, ("placement.mode=shared", f"{IMAGES}dp=4", f"{LANGUAGE}tp=2", f"{LANGUAGE}dp=2", HALF,
@@ -74,7 +77,7 @@ DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 @pytest.mark.parametrize("name", CASES if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT)
 def test_estimated_memory_is_that_of_the_tensors(name, request, tmp_path):
     config_name, rank, overrides = CASES[name]
-    demo = request.getfixturevalue(name if name == "pairs" else DEMOS[config_name])
+    demo = request.getfixturevalue("pairs" if name in ("pairs", "value head") else DEMOS[config_name])
     run = resolve(config(config_name, tmp_path, demo, *WIDE, *overrides))
     (found,) = run_ranks(_dry, 1, run, rank)
     assert not hasattr(found, "what"), found.what + found.trace
