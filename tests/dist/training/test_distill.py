@@ -168,21 +168,12 @@ ROWS = {
 }
 
 
-def train_in_chunks(cfg) -> None:
-    """One rank of a run whose logits come in chunks of some tens of tokens."""
-    from mimo_train.models import divergence
-
-    divergence.CHUNK = 2**13
-    train_rank(cfg)
-
-
 @pytest.mark.parametrize("row", ROWS)
 def test_layouts_of_both_models_change_no_number(row, llamas, prose, tmp_path):
     folder, learned = llamas
     resumes = "own" in row
     for changes in (["train.iters=3"], []) if resumes else ([],):
-        cfg = config("gpt_tiny", tmp_path / "run", prose, folder, *ROWS[row], *changes)
-        run_ranks(train_in_chunks, resolve(cfg).layout.processes[-1] + 1, cfg)
+        train_on_ranks(config("gpt_tiny", tmp_path / "run", prose, folder, *ROWS[row], *changes))
     _require_near(numbers_of(tmp_path / "run"), learned["ours"], BOUND)
 
 
