@@ -298,17 +298,23 @@ def _of_some(
             )
         finally:
             output_layer.sequence_parallel = gathers
-        return scale_logits(logits_N1V).squeeze(1)
+        return scale_logits(logits_N1V)
 
-    def losses_of(labels_N: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
-        return compute_language_model_loss(labels_N.unsqueeze(0), logits_NV.unsqueeze(1)).squeeze(0)
+    def losses_of(labels_N: torch.Tensor, logits_N1V: torch.Tensor) -> torch.Tensor:
+        return compute_language_model_loss(labels_N.unsqueeze(0), logits_N1V).squeeze(0)
 
     if labels is None:
-        return logits_of(rows_NH).unsqueeze(0)
+        return logits_of(rows_NH).transpose(0, 1)
     labels_N = labels.reshape(-1).index_select(0, learned_N)
     if lesson is None:
-        return spread(losses_of(labels_N, logits_of(rows_NH)), learned_N, (batch, length))
-    losses_LN = lesson.losses(rows_NH, logits_of, labels_N, losses_of)
+        logits_N1V = logits_of(rows_NH)
+        return spread(losses_of(labels_N, logits_N1V), learned_N, (batch, length))
+    losses_LN = lesson.losses(
+        rows_NH,
+        lambda hidden_NH: logits_of(hidden_NH).squeeze(1),
+        labels_N,
+        lambda labels_N, logits_NV: losses_of(labels_N, logits_NV.unsqueeze(1)),
+    )
     return torch.stack([spread(losses_N, learned_N, (batch, length)) for losses_N in losses_LN])
 
 
