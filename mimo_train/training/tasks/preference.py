@@ -28,7 +28,8 @@ class PreferenceTask(Task):
         counts_N = answers.counts_N
         losses_N, report = self.losses(answers, groups)
         report[LOSS] = losses_N, counts_N
-        for number, name in enumerate(source_names(self.cfg.data.mix)):
+        names = source_names(self.cfg.data.mix) if "sources" in batch else ()  # a held-out set is of none
+        for number, name in enumerate(names):
             report[f"{OF_SOURCE}{name}"] = losses_N, counts_N * (answers.sources_N == number)
         total = (losses_N * counts_N).sum()
         # Context-parallel ranks have the same values, and each has the gradient of its part: the first one counts.

@@ -133,6 +133,16 @@ def test_a_task_that_needs_a_reference_does_not_run_without():
         _task("dpo")(batch, ALONE, losses)
 
 
+def test_a_held_out_set_has_no_loss_of_a_source_of_the_mixture():
+    task = _task("dpo")
+    task.cfg.data.mix = [SimpleNamespace(name="first"), SimpleNamespace(name="second")]
+    batch, losses = _rows(packed=False)
+    *_, report = task(batch, ALONE, losses)
+    *_, of_sources = task(batch | {"sources": torch.ones_like(batch["answers"])}, ALONE, losses)
+    assert of_sources.keys() - report.keys() == {"loss/first", "loss/second"}
+    assert of_sources["loss/first"][1] == 0 and of_sources["loss/second"].tolist() == report["loss"].tolist()
+
+
 def test_names_and_traits_are_of_the_same_tasks():
     assert CLASSES.keys() == TASKS.keys()
 
