@@ -322,7 +322,8 @@ class _Learn(Task):
         mask = batch["loss_mask"]
         local = own_part(batch[TENSORS], groups.cp)
         total, units, report = self._function(-output.float() * mask, local | {MASK: mask})
-        return total, torch.as_tensor(units, device=total.device).to(torch.int), report
+        units = torch.as_tensor(units, device=total.device)
+        return total, units if units.is_floating_point() else units.to(torch.int), report  # floats are an error
 
 
 class _Collect(Task):

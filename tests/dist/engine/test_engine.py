@@ -137,6 +137,9 @@ def exercised(cfg, folder: Path, layout: str):
     assert engine.generate(batch.prompts[:2], drawn, 3) == [(2, drawn, 3)]
     with pytest.raises(UserError, match="global_batch_size: is 8, the most samples of a step, and the batch has 9"):
         engine.train(batch.part(0, 9), sft)
+    if layout == "one":
+        with pytest.raises(TypeError, match="num_tokens of type torch.float32, expected whole numbers"):
+            engine.train(batch, lambda log_probs, tensors: (log_probs.sum(), tensors["mask"].sum() / 2, {}))
     engine.close()
     return [each.tolist() for each in before], report, second, weights, answers, str(saved)
 
