@@ -136,8 +136,8 @@ def require_turns(record: Any) -> None:
     if (form := form_of(record)) != "turns":
         names = [name for name in ("chosen", *REJECTED, "label", "kto_tag") if record.get(name) is not None]
         raise RecordError(
-            f"{' and '.join(names)}: a record of preferences, which train.task=sft does not read. Set train.task="
-            f"{'dpo' if form == 'pairs' else 'kto'}, or data.fields to what is learned"
+            f"{' and '.join(names)}: a record of preferences, which train.task=sft and evaluate do not read. Train "
+            f"on it with train.task={'dpo' if form == 'pairs' else 'kto'}, or set data.fields to what is learned"
         )
 
 

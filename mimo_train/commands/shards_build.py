@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
         nargs="+",
         default=[],
         help="which column is what: image, video, audio, caption, question, answer, label, text, conversations, "
-        "messages, system, tools",
+        "messages, system, tools; of preferences prompt, chosen, rejected, completion",
     )
     build.add_argument(
         "--quoted", action="store_true", help="quotes enclose cells of a TSV, as in a CSV (default: they are text)"

@@ -34,7 +34,8 @@ def with_data(cfg: ConfigContainer, data: str) -> ConfigContainer:
     if not data:
         if cfg.traits.form != "turns":
             raise UserError(
-                f"--data: the held-out samples of train.task={task} are preferences. Give samples with answers"
+                f"--data: the run's held-out samples are preferences (train.task={task}); its metrics.jsonl has their "
+                "evaluations. Give shards with single answers, or a config with such held-out sets"
             )
         return cfg
     cfg = replace(cfg, train=replace(cfg.train, task="sft"))
