@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -252,6 +253,9 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch, opened):
             assert flag.is_set()
             monkeypatch.setattr(shutdown, "_PATIENCE", 0.2)
         os.kill(server.pid, signal.SIGSTOP)
+        threads = list(Path(f"/proc/{server.pid}/task").iterdir())
+        while not all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads):
+            time.sleep(0.01)  # a busy machine stops them late
         assert not flag.is_set()
         flag.set()
         assert not flag.is_set()
