@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mimo_train.evaluation.generation.source import Source
     from mimo_train.evaluation.open_model import Model
     from mimo_train.inputs.datasets import HeldOutSet
+    from mimo_train.training.reference import References
 
 DESCRIPTION = f"""Measures loss and exact match of a model on held-out samples, as training does. Metrics of texts
 compare generated answers with references. Writes results.json, predictions.jsonl and report.html.
@@ -117,12 +118,14 @@ def _evaluate(args: argparse.Namespace) -> int:
         micro_batch_size=args.batch,
         merge=False,
     )
-    if source.cfg.traits.value_head:
-        raise UserError(f"CHECKPOINT: {source.folder} is a model with a value head, which gives no text to score")
     cfg, sets = source.cfg, []
+    if cfg.traits.value_head and (args.prompts or tasks):
+        raise UserError(f"CHECKPOINT: {source.folder} is a model with a value head, which writes no text")
     if not args.prompts and (not tasks or evaluate_tasks.LOCAL in tasks):
         if source.is_directory and not args.data:
             raise UserError(f"--data: {source.folder} is a model without data. Give shards, or a config with such sets")
+        if tasks and not args.data and cfg.traits.form != "turns":
+            raise UserError(f"--data: the samples of train.task={cfg.train.task} are preferences. Give answers")
         cfg = with_data(cfg, args.data)
         sets = chosen_sets(cfg, args.split, args.limit)
     output = Path(args.output) if args.output else output_folder(source.run_dir, source.folder.name)
@@ -207,6 +210,19 @@ def _answer(args: argparse.Namespace, source: "Source", output: Path) -> None:
             print(f"answers: {out}", flush=True)
 
 
+def _references(source: "Source", model: "Model") -> "References":
+    """Return what gives held-out sets the log-probabilities that the training of the model has stored."""
+    from mimo_train.checkpoint.folders import read_record
+    from mimo_train.evaluation.held_out import Ending
+    from mimo_train.training.reference import References
+    from mimo_train.training.step.state import TrainState
+
+    progress = TrainState()
+    if model.cfg.traits.needs_reference:
+        progress.load_state_dict(read_record(source.folder, "train_state")["train_state"])
+    return References(model.run, model.pipeline, progress, Ending(), source.trained)
+
+
 def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]", output: Path) -> None:
     import torch.distributed as dist
 
@@ -221,9 +237,11 @@ def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]
     sampling = sampling_of(args)
     settings = Settings(args.metric, args.references, sampling, args.max_new_tokens)
     with _opened(source) as model:
+        references = _references(source, model)
         facts = {
             "checkpoint": str(source.folder),
             "settings": {
+                "task": cfg.train.task,
                 "metrics": args.metric,
                 "layout": args.layout or f"processes={dist.get_world_size()}",
                 "limit": args.limit,
@@ -234,8 +252,12 @@ def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]
             },
         }
         results = Results(facts, cfg.train.report_samples)
-        for of, evaluated in evaluate(model, sets, settings):
+        for of, evaluated in evaluate(model, sets, settings, serve=references.serve_held_out):
             results.add(of.label, evaluated)
         if dist.get_rank() == model.run.layout.logging_rank:
             results.write(output, args.predictions, time.monotonic() - start)
+            trained, measured = source.trained or cfg, cfg.train.task
+            if trained.train.task != measured:
+                alone = "the student alone, " if trained.traits.has_teacher else ""
+                print(f"train.task={trained.train.task}: measured is {alone}as train.task={measured}", flush=True)
             print(results, f"results: {output}", sep="\n", flush=True)

@@ -42,7 +42,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def task_names(args: argparse.Namespace) -> list[str]:
-    """Return the names of `--tasks`. Raises UserError if lmms-eval is not installed, or options lack `--tasks`."""
+    """Return the names of `--tasks`. Raises UserError if lmms-eval is not installed, or an option would be
+    ignored."""
     names = [name for name in args.tasks.split(",") if name]
     options = {"--include-path": args.include_path, "--output-path": args.output_path, "--vllm": args.vllm}
     options |= {"--backend": args.backend != "model", "--vllm-arguments": args.vllm_arguments}
@@ -55,6 +56,10 @@ def task_names(args: argparse.Namespace) -> list[str]:
     of_samples = {"--data": args.data, "--split": args.split}
     if names and LOCAL not in names and (unused := [name for name, value in of_samples.items() if value]):
         raise UserError(f"{unused[0]}: names the samples of the task {LOCAL}. Add it to --tasks, or remove the option")
+    on_vllm = args.backend == "vllm"
+    of_backend = ("--layout", "--processes") if on_vllm else ("--vllm", "--vllm-arguments")
+    if names and (unused := [name for name in of_backend if getattr(args, name[2:].replace("-", "_"))]):
+        raise UserError(f"{unused[0]}: is {'not supported with' if on_vllm else 'only for'} --backend vllm")
     if names and importlib.util.find_spec("lmms_eval") is None:
         raise UserError("--tasks: lmms-eval is not installed. docs/evaluation.md has the commands of its environment")
     return names

@@ -22,6 +22,7 @@ from mimo_train.evaluation.prompt_file import PromptFile
 from mimo_train.evaluation.turns import turn_prompts
 from mimo_train.training.step.pipeline import Pipeline
 
+NO_ROOM = "cut after 0 tokens, the prompt fills data.sequence_length"
 CHUNK = 128
 """Prompts of a replica that are sorted by length together."""
 
@@ -53,7 +54,7 @@ class Answerer:
         entries: Sequence[Mapping[str, Any]],
         progress: Callable[[int], None],
         before_chunk: Callable[[], None] = lambda: None,
-    ) -> dict[tuple[int, int], str]:
+    ) -> dict[tuple[int, int], Answer]:
         """Return an answer to each turn, by sample number and turn. Collective over the replicas.
 
         An answer is empty if the prompt fills `data.sequence_length`.
@@ -66,7 +67,7 @@ class Answerer:
         turns: dict[int, list[int]] = {}
         for entry in entries:
             turns.setdefault(entry["number"], []).append(entry["turn"])
-        texts: dict[tuple[int, int], str] = {}
+        done: dict[tuple[int, int], Answer] = {}
         numbers, replicas = list(turns), self.group.size()
         prompts = chain.from_iterable(
             turn_prompts(dataset, self.prompts, number, turns[number]) for number in self.share(numbers)
@@ -79,10 +80,10 @@ class Answerer:
             # Numbers of draws, so that a seed draws the same texts at every layout.
             draws = [(each.number << 10) + each.turn for each in answered]
             answers = self.answers.batch([each.prompt for each in answered], draws)
-            texts |= {(each.number, each.turn): "" for each in chunk}
-            texts |= {(each.number, each.turn): answer.text for each, answer in zip(answered, answers, strict=True)}
+            done |= {(each.number, each.turn): Answer([], "", NO_ROOM) for each in chunk}
+            done |= {(each.number, each.turn): answer for each, answer in zip(answered, answers, strict=True)}
             progress(sum(min(max(count - begin, 0), CHUNK) for count in counts))
-        return {key: text for part in self.gather(texts) for key, text in part.items()}
+        return {key: answer for part in self.gather(done) for key, answer in part.items()}
 
 
 def answer_prompts(

@@ -10,6 +10,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.run_files import SUFFIXES, shipped_configs
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
+from mimo_train.config.schema_distill import SFT
 from mimo_train.inputs.datasets import HeldOutSet, splits_of
 
 OF_MODEL = {
@@ -20,7 +21,7 @@ OF_MODEL = {
 
 
 def with_data(cfg: ConfigContainer, data: str) -> ConfigContainer:
-    """Return the config with other samples, read as the model reads them.
+    """Return the config with other samples, read as the model reads them: answers, or pairs for a value head.
 
     Args:
         data: a shipped config or a YAML file, whose samples are taken; or shards, in the forms of `data.shards`; empty:
@@ -28,17 +29,11 @@ def with_data(cfg: ConfigContainer, data: str) -> ConfigContainer:
 
     Raises:
         ConfigError: the other config has errors.
-        UserError: the samples of the run are no answered turns.
     """
-    task = cfg.train.task
     if not data:
-        if cfg.traits.form != "turns":
-            raise UserError(
-                f"--data: the run's held-out samples are preferences (train.task={task}); its metrics.jsonl has their "
-                "evaluations. Give shards with single answers, or a config with such held-out sets"
-            )
         return cfg
-    cfg = replace(cfg, train=replace(cfg.train, task="sft"))
+    if not cfg.traits.value_head:
+        cfg = replace(cfg, train=replace(cfg.train, task=SFT))
     if data.endswith(SUFFIXES) or (shipped_configs() / f"{data}.yaml").is_file():
         other = compose.load(data, weights=False).data
         names = [item.name for item in fields(DataConfig) if item.name not in OF_MODEL]

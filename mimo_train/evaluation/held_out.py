@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import unwrap_model
 
 from data.indexed.dataset import TokenDataset
 from data.samples.bad_samples import require_budget
@@ -24,13 +22,19 @@ from mimo_train.config.schema_mix import source_names
 from mimo_train.evaluation.answerer import Answerer
 from mimo_train.evaluation.generation.options import Sampling
 from mimo_train.evaluation.metrics import require_metrics, score
-from mimo_train.evaluation.predictions import PredictStep, predictions_of, write_predictions, write_samples
+from mimo_train.evaluation.predictions import (
+    PredictStep,
+    no_text,
+    predictions_of,
+    predicts_text,
+    write_predictions,
+    write_samples,
+)
 from mimo_train.evaluation.turns import References
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.inputs.datasets import HeldOutSet, build_dataset, held_out_sets
 from mimo_train.inputs.padding import padding_of_documents
 from mimo_train.layout.run import Run
-from mimo_train.models.parameters import modules_of
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.collectives import agreed
 from mimo_train.training.step import forward_step
@@ -81,8 +85,8 @@ class HeldOut:
             features: look-ups of cached features of frozen encoders.
             shows: evaluations write samples.json.
             ending: ends an evaluation early; default: nothing does.
-            writes_text: the model ends in logits of the vocabulary. Otherwise there is no exact match, no
-                predictions.jsonl and no samples.json.
+            writes_text: see `predicts_text`. Otherwise there is no exact match, no predictions.jsonl and no
+                samples.json.
             taught_set: opens these samples for the teacher (`training.teacher.steps.TaughtSet`); None without one.
         """
         of = of or held_out_sets(run.cfg)[0]
@@ -161,7 +165,7 @@ class HeldOut:
             answerer = Answerer(cfg, pipeline, self._tokenizer, Sampling(), cfg.train.eval_max_new_tokens)
             texts = answerer.of_turns(self.dataset, entries, lambda samples: RECORDER.tick(), self._require_no_vote)
         for entry in entries:
-            entry["answer"] = texts[entry["number"], entry["turn"]]
+            entry["answer"] = texts[entry["number"], entry["turn"]].text
         with agreed(values) as of_ranks:
             if dist.get_rank() == self._run.layout.logging_rank and entries:
                 of = References(self.dataset).of
@@ -285,12 +289,11 @@ def open_held_out(
         UserError: a metric cannot be computed, or the model generates no text.
     """
     sets = held_out_sets(run.cfg)
-    # An answer with a label may be an undesirable one: it is not predicted.
-    text = not sets or (writes_text(pipeline) and run.cfg.traits.form != "labels")
+    text = not sets or predicts_text(run.cfg, pipeline)
     for of in sets:
         require_metrics(of.metrics, of.metrics_key)
         if of.metrics and not text:
-            raise UserError(f"{of.metrics_key}: the model ends in a head of its own, and generates no text. Remove it")
+            raise UserError(f"{of.metrics_key}: {no_text(run.cfg)}. Remove it")
     options: dict[str, Any] = {"ending": ending, "writes_text": text, "taught_set": taught_set}
     return tuple(HeldOut(run, pipeline, tokenizer, features, of, shows=of is sets[0], **options) for of in sets)
 
@@ -339,19 +342,6 @@ def is_default_step(step_func: ForwardStepCallable, cfg: ConfigContainer) -> boo
     """True if the loss of `step_func`, as the schedule calls it, is the cross entropy of the learned tokens."""
     steps = forward_step.gpt_forward_step, forward_step.mimo_forward_step
     return cfg.train.task == "sft" and getattr(step_func, "func", step_func) in steps
-
-
-def writes_text(pipeline: Pipeline) -> bool:
-    """True if the language model ends in logits of the vocabulary; a value head does not. Collective over all ranks."""
-    other_head = False
-    if pipeline.is_last_stage:
-        language = unwrap_model(modules_of(pipeline.model)[LANGUAGE][-1])
-        head = getattr(language, "output_layer", None)  # a class of transformers has its own
-        text = isinstance(head, ColumnParallelLinear) and head.output_size == language.vocab_size
-        other_head = head is not None and not text
-    ranks = torch.tensor(int(other_head), device=pipeline.device)
-    dist.all_reduce(ranks)
-    return int(ranks) == 0
 
 
 class CallerLosses:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
@@ -26,8 +27,10 @@ from data.samples.protocol import Samples
 from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.models.documents import documents_of
 from mimo_train.models.language_model import choose_logits, spread
+from mimo_train.models.parameters import modules_of
 from mimo_train.parallel.context import gather_sequence, own_part
 from mimo_train.training.step.forward_step import LEARNED, MODEL_INPUTS
 from mimo_train.training.step.pipeline import Pipeline
@@ -98,6 +101,27 @@ def _parallel_argmax(logits_SBV: torch.Tensor, tp_group: dist.ProcessGroup) -> t
     dist.all_gather(all_indices, indices.contiguous(), group=tp_group)
     best = torch.stack(all_values).argmax(dim=0, keepdim=True)
     return torch.stack(all_indices).gather(0, best).squeeze(0)
+
+
+def no_text(cfg: ConfigContainer) -> str:
+    """Return why no answers are predicted, where `predicts_text` is False."""
+    if cfg.traits.form == "labels":
+        return f"records of train.task={cfg.train.task} may have undesirable answers, which are not predicted"
+    return "the model ends in a head of its own, and no logits of the vocabulary"
+
+
+def predicts_text(cfg: ConfigContainer, pipeline: Pipeline) -> bool:
+    """True if answers are predicted: they are right ones, and the language model ends in logits of the vocabulary; a
+    value head does not. Collective over all ranks."""
+    other_head = False
+    if pipeline.is_last_stage:
+        language = unwrap_model(modules_of(pipeline.model)[LANGUAGE][-1])
+        head = getattr(language, "output_layer", None)  # a class of transformers has its own
+        text = isinstance(head, ColumnParallelLinear) and head.output_size == language.vocab_size
+        other_head = head is not None and not text
+    ranks = torch.tensor(int(other_head), device=pipeline.device)
+    dist.all_reduce(ranks)
+    return int(ranks) == 0 and cfg.traits.form != "labels"
 
 
 FILE = "predictions.jsonl"

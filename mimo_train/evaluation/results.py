@@ -31,12 +31,15 @@ class Results:
         self._cards: list[dict[str, Any]] = []
 
     def __str__(self) -> str:
-        """Return the metrics, one in a line, and the sets of which only some samples were measured."""
+        """Return the metrics, one in a line, and the sets of which samples were left out or answers cut."""
         lines = [f"{name:28} {value:.6g}" for name, value in self.values.items()]
         parts = [
             f"{key}: {of['measured']:,} of {of['samples']:,} samples were measured"
             for key, of in self._sets.items()
             if of["measured"] < of["samples"]
+        ]
+        parts += [
+            f"{key}: {of['cut']:,} of {of['answers']:,} answers were cut" for key, of in self._sets.items() if of["cut"]
         ]
         return "\n".join([*lines, *parts])
 
@@ -50,6 +53,7 @@ class Results:
             "measured": int(next(value for name, value in evaluated.values.items() if name.endswith("samples"))),
             "answers": len(lines),
             "references": evaluated.references,
+            "cut": evaluated.cut,
         }
         self._lines += [{"set": key} | line for line in lines]
         last_turns = {line["number"]: line for line in lines}

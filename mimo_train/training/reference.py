@@ -32,7 +32,8 @@ from mimo_train.checkpoint.frozen_base import fingerprint
 from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.evaluation.held_out import Ending, evaluating
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.evaluation.held_out import Ending, HeldOut, evaluating
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.run import Run
 from mimo_train.logging.console import CountBar
@@ -48,8 +49,20 @@ from mimo_train.training.tasks.answers import Answers
 class References:
     """Gives datasets the log-probabilities of their answers under the weights that the run starts from."""
 
-    def __init__(self, run: Run, pipeline: Pipeline, progress: TrainState, ending: Ending):
-        """Note the fingerprint of the start weights in `progress` if this is the start. Collective over all ranks."""
+    def __init__(
+        self,
+        run: Run,
+        pipeline: Pipeline,
+        progress: TrainState,
+        ending: Ending,
+        trained: ConfigContainer | None = None,
+    ):
+        """Note the fingerprint of the start weights in `progress` if this is the start. Collective over all ranks.
+
+        Args:
+            trained: config of the run that trained the model, if it is not `run.cfg`.
+        """
+        self._trained = trained or run.cfg
         self._run, self._pipeline, self._progress, self._ending = run, pipeline, progress, ending
         self.needed = run.cfg.traits.needs_reference
         if self.needed and not progress.step:
@@ -92,9 +105,13 @@ class References:
                     _write(path, values)
         dataset.reference = values
 
+    def serve_held_out(self, held_out: HeldOut) -> None:
+        """Set the log-probabilities of a held-out set, see `serve`."""
+        self.serve(held_out.dataset, held_out.padding, f"{held_out.prefix.rstrip('/')} samples")
+
     def _path(self, dataset: ShardDataset) -> Path:
         """Return the file of the values. Its name has a hash of all that determines them, the layout aside."""
-        cfg = self._run.cfg
+        cfg = self._trained
         # Adapters of a checkpoint or a directory are not zero at the start.
         scales = {name: module.lora.rank and module.lora.scale for name, module in cfg.modules.items()}
         modules = [

@@ -253,7 +253,7 @@ def _build(
     held_out_sets = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations, taught_set)
     for held_out in held_out_sets:
         opened.callback(held_out.dataset.close)
-        references.serve(held_out.dataset, held_out.padding, f"{held_out.prefix.rstrip('/')} samples")
+        references.serve_held_out(held_out)
     RECORDER.to("loop")
 
     # Log, opened last: a failure before it keeps the files of an earlier start

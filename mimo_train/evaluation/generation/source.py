@@ -38,6 +38,8 @@ class Source:
     """Run that wrote the weights, which gets libraries' warnings; None for moved weights or object storage."""
     is_directory: bool = False
     """True for a directory of `transformers`."""
+    trained: ConfigContainer | None = None
+    """Config of the run that trained it; None for a directory of `transformers`."""
     undrawn: Set[tuple[str, str]] = frozenset()
     """Parts whose initial weights need not be drawn, see `build_model`."""
 
@@ -68,11 +70,13 @@ def open_source(
     """
     if not isinstance(path, Url) and is_directory_of_a_model(path):
         cfg = on_ranks(config_of_directory(path, seconds, tokenizer), layout, processes, micro_batch_size)
-        return Source(path, cfg, partial(_load_directory, cfg, merge), None, True, parts_there(cfg))
+        return Source(path, cfg, partial(_load_directory, cfg, merge), None, True, undrawn=parts_there(cfg))
     folder = folders.in_folder(path, "CHECKPOINT")
-    cfg = on_ranks(recorded_config(folder, trust_code=trust_code), layout, processes, micro_batch_size)
+    trained = recorded_config(folder, trust_code=trust_code)
+    cfg = on_ranks(trained, layout, processes, micro_batch_size)
     run_dir = folders.run_of(folder)
-    return Source(folder, cfg, partial(_load, folder, cfg, merge), None if isinstance(run_dir, Url) else run_dir)
+    run_dir = None if isinstance(run_dir, Url) else run_dir
+    return Source(folder, cfg, partial(_load, folder, cfg, merge), run_dir, trained=trained)
 
 
 def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:

@@ -138,6 +138,8 @@ def test_a_server_that_cannot_start_is_named_with_its_reason(vllm, tmp_path):
         (["--tasks", "a", "--temperature", "1"], "--temperature: is not supported with --tasks"),
         (["--tasks", "a", "--seed", "0"], "--seed: is not supported with --tasks"),
         (["--tasks", "a", "--split", "test"], "--split: names the samples of the task shards"),
+        (["--tasks", "a", "--vllm", "x"], "--vllm: is only for --backend vllm"),
+        (["--tasks", "a", "--backend", "vllm", "--layout", "tp=2"], "--layout: is not supported with --backend vllm"),
         (["--tasks", "a"], "--tasks: lmms-eval is not installed. docs/evaluation.md has"),
     ],
 )
