@@ -74,7 +74,7 @@ def parse_preference(
         preference = parse_answers(parser, record, form)
         if isinstance(record, dict):
             require_files(record, key, others, media)
-    return replace(preference, answers=tuple([with_frames(answer, visuals, key) for answer in preference.answers]))
+    return _with_frames(preference, visuals, key)
 
 
 def parse_preference_fields(
@@ -91,6 +91,10 @@ def parse_preference_fields(
     parser = RecordParser(media, bounds, visuals)
     with errors_start_with(f"key {key!r}: "):
         preference = parse_answers(parser, parser.record_of_fields(raws, fields), form)
+    return _with_frames(preference, visuals, key)
+
+
+def _with_frames(preference: Preference, visuals: Sequence[Visual], key: Key) -> Preference:
     return replace(preference, answers=tuple([with_frames(answer, visuals, key) for answer in preference.answers]))
 
 

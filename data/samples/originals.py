@@ -9,7 +9,7 @@ from data.samples.shard_dataset import ShardDataset
 
 def read_conversation(dataset: ShardDataset, number: int) -> Conversation:
     """Return a sample's conversation, with the first of its answers. Raises SampleError if it is bad."""
-    return dataset._preference(dataset.meta(number)).answers[0]
+    return dataset.preference(dataset.meta(number)).answers[0]
 
 
 def read_originals(dataset: ShardDataset, number: int) -> dict[str, list[MediaInput | bytes]]:
@@ -21,9 +21,9 @@ def read_originals(dataset: ShardDataset, number: int) -> dict[str, list[MediaIn
         for member in members:
             if member.frame is not None and member.frame.number > 0:
                 continue  # decoded with the first frame of its video
-            raw = dataset._read(meta, member)
+            raw = dataset.read_member(meta, member)
             if member.frame is not None:
-                items += decode_video(raw, member.frame.of, dataset._bounds)
+                items += decode_video(raw, member.frame.of, dataset.bounds)
             else:
-                items.append(raw if kind == "audio" else decode_image_file(raw, dataset._bounds, dataset._background))
+                items.append(raw if kind == "audio" else decode_image_file(raw, dataset.bounds, dataset.background))
     return media

@@ -111,7 +111,7 @@ class ShardDataset(Samples):
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text, self.lookups, self.lengths = blind, keep_text, {}, None
         self.text_fingerprint = tokenizer.fingerprint
-        self._bounds, self._background, self._skip_null = bounds, background, skip_null
+        self.bounds, self.background, self._skip_null = bounds, background, skip_null
         self._by_module = {item.module: item for item in self.modules}
         assert len(self._by_module) == len(self.modules), "one Media per module"
         self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
@@ -230,8 +230,8 @@ class ShardDataset(Samples):
         member = next((member for member in meta.texts if member.extension.rpartition(".")[2] == "json"), None)
         if member is None:
             return None
-        parser = RecordParser({}, self._bounds, ())
-        return parser.record(self._read(meta, member), member.extension)
+        parser = RecordParser({}, self.bounds, ())
+        return parser.record(self.read_member(meta, member), member.extension)
 
     def set_phases(self, phases: Sequence[Phase]) -> None:
         """Set the sources' weights, before readers start."""
@@ -267,7 +267,7 @@ class ShardDataset(Samples):
     def _text(self, meta: SampleMeta) -> tuple[TextSample, BadSample | None]:
         tokens = meta.media_tokens(self.modules, self._placeholders)
         try:
-            preference = self._preference(meta)
+            preference = self.preference(meta)
             where = self.sequence_length, meta.number, meta.key
             answers = []
             for conversation in preference.answers:
@@ -303,15 +303,15 @@ class ShardDataset(Samples):
         for member, extent in zip(meta.members[spec.kind], meta.extents(spec), strict=True):
             if member.frame is not None and member.frame.number > 0:
                 continue  # the first frame of a video is followed by the others, which are decoded with it
-            raw, size = self._read(meta, member), spec.size(*extent)
-            how = spec.resize, spec.canvas(*extent) if spec.canvas else None, self._bounds
+            raw, size = self.read_member(meta, member), spec.size(*extent)
+            how = spec.resize, spec.canvas(*extent) if spec.canvas else None, self.bounds
             try:
                 if member.frame is not None:
-                    decoded = [fitted(frame, size, *how) for frame in decode_video(raw, member.frame.of, self._bounds)]
+                    decoded = [fitted(frame, size, *how) for frame in decode_video(raw, member.frame.of, self.bounds)]
                 elif spec.kind == "image":
-                    decoded = [fitted(decode_image_file(raw, self._bounds, self._background), size, *how)]
+                    decoded = [fitted(decode_image_file(raw, self.bounds, self.background), size, *how)]
                 else:
-                    decoded = [decode_audio(raw, size[1], size[0], self._bounds)]
+                    decoded = [decode_audio(raw, size[1], size[0], self.bounds)]
                 items += decoded if spec.read is None else map(spec.read, decoded)
             except OF_THE_MACHINE:
                 raise
@@ -319,7 +319,8 @@ class ShardDataset(Samples):
                 raise DecodeError(f"member .{shown(member.extension)}: {reason_of(error)}") from error
         return items
 
-    def _preference(self, meta: SampleMeta) -> Preference:
+    def preference(self, meta: SampleMeta) -> Preference:
+        """Return the answers of a sample. Raises SampleError if its record is bad."""
         preference = self._recent(meta.shard, meta.row) if self.form == "labels" else self._parsed(meta)
         if self.form == "labels":
             (answer,) = preference.answers
@@ -346,15 +347,15 @@ class ShardDataset(Samples):
         if is_table(shard):
             record, text_only = self.reader.record(shard, meta.texts[0].offset, self.version(meta.shard))
             every = {kind: len(names) for kind, names in meta.others.names.items()}
-            where = meta.fields, meta.key, every, counts, self._bounds, images
+            where = meta.fields, meta.key, every, counts, self.bounds, images
             parsed = parse_row(record, text_only, *where, parse=parse)
         else:
-            raws = {member.extension: self._read(meta, member) for member in meta.texts}
+            raws = {member.extension: self.read_member(meta, member) for member in meta.texts}
             if meta.fields.texts:
-                parsed = of_fields(raws, meta.fields, meta.key, counts, self._bounds, images)
+                parsed = of_fields(raws, meta.fields, meta.key, counts, self.bounds, images)
             else:
                 ((extension, raw),) = raws.items()
-                parsed = parse(raw, extension, meta.key, counts, self._bounds, meta.others, images)
+                parsed = parse(raw, extension, meta.key, counts, self.bounds, meta.others, images)
         return parsed if isinstance(parsed, Preference) else Preference((parsed,))
 
     def _bad(self, meta: SampleMeta, reason: str) -> BadSample:
@@ -381,7 +382,8 @@ class ShardDataset(Samples):
         for member in (*members, *texts):
             yield shard, member.offset, member.size, version
 
-    def _read(self, meta: SampleMeta, member: Member) -> bytes:
+    def read_member(self, meta: SampleMeta, member: Member) -> bytes:
+        """Return the bytes of a member of a sample."""
         shard, version = self.shards[meta.shard], self.version(meta.shard)
         return self.reader.read(shard, member.offset, member.size, member.extension, version)
 

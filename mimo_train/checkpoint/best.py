@@ -1,7 +1,7 @@
 """The best checkpoints of a run (`checkpoint.keep_best`), and the file `checkpoints/best` that names them.
 
 The file is JSON: `{"metric": "eval/loss", "mode": "min", "best": [{"step": 800, "value": 0.31}, ...]}`, the best first.
-Its path stands for the first of these checkpoints that is complete, wherever a checkpoint is expected.
+Commands and keys that take a checkpoint accept its path: they read the first of these checkpoints that is complete.
 """
 
 import json

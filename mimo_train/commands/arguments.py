@@ -61,6 +61,16 @@ def add_layout(command: argparse.ArgumentParser) -> None:
     command.add_argument("--processes", type=positive, metavar="N", help="replicas, without --layout (default: 1)")
 
 
+def add_model(command: argparse.ArgumentParser) -> None:
+    """Add the argument `checkpoint`: any model that `open_source` can open."""
+    command.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="folder or URL of a run or of one of its checkpoints, or folder of a model of transformers or of a peft "
+        "adapter, or its name on the hub",
+    )
+
+
 def add_sampling(command: argparse.ArgumentParser) -> None:
     """Add the options of generated text; `sampling_of` reads them."""
     option = command.add_argument

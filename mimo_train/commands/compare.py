@@ -16,8 +16,8 @@ def add(commands: Any) -> None:
         about_files(_compare),
         "compare runs on one page",
         "Writes a page with config differences, curves, metrics at equal samples and at equal time, and predictions\n"
-        "side by side, and prints a table. The runs may be going on, and be of different tasks. A folder that\n"
-        "contains runs stands for them.\n\n"
+        "side by side, and prints a table. The runs may be going on, and be of different tasks. A folder of runs\n"
+        "gives all of them.\n\n"
         "examples:\n"
         "  mimo-train compare runs/first runs/second\n"
         "  mimo-train compare runs/sweep --metric eval/exact_match --mode max",
@@ -38,7 +38,7 @@ def add_metric(command: argparse.ArgumentParser) -> None:
 def require_mode(args: argparse.Namespace) -> None:
     """Raise UserError if only one of --metric and --mode is given."""
     if bool(args.metric) != bool(args.mode):
-        raise UserError("--metric and --mode belong together: name a metric, and min or max, whichever is better")
+        raise UserError("--metric and --mode belong together: name a metric, and min or max for its better values")
 
 
 def _compare(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from mimo_train.commands import evaluate_tasks
 from mimo_train.commands.arguments import (
     add_command,
     add_layout,
+    add_model,
     add_sampling,
     add_trust,
     given_sampling,
@@ -49,12 +50,7 @@ def add(commands: Any) -> None:
     """Add the command."""
     command = add_command(commands, "evaluate", _evaluate, "score a model on held-out samples", DESCRIPTION)
     option = command.add_argument
-    option(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="folder or URL of a run or of one of its checkpoints, or folder of a model of transformers or of a peft "
-        "adapter, or its name on the hub",
-    )
+    add_model(command)
     option(
         "--data",
         default="",

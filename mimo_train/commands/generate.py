@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mimo_train.commands.arguments import add_command, add_sampling, add_trust, print_fault, sampling_of, users_faults
+from mimo_train.commands.arguments import (
+    add_command,
+    add_model,
+    add_sampling,
+    add_trust,
+    print_fault,
+    sampling_of,
+    users_faults,
+)
 from mimo_train.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,12 +46,7 @@ def add(commands: Any) -> None:
     command = add_command(commands, "generate", _generate, "ask a checkpoint, or chat with it", DESCRIPTION)
     command.set_defaults(usage_error=command.error)
     option = command.add_argument
-    option(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="folder or URL of a run or of one of its checkpoints, or folder of a model of transformers or of a peft "
-        "adapter, or its name on the hub",
-    )
+    add_model(command)
     option("--prompt", metavar="TEXT", help="what to ask; with --chat the first message")
     option("--chat", action="store_true", help="continue with messages from the input, line by line")
     option("--system", default="", metavar="TEXT", help="what stands before the conversation")

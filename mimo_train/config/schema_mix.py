@@ -12,8 +12,8 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-TAKEN = ("loss", "exact_match", "samples")
-"""Reserved names of held-out sets: `eval/loss` belongs to the set without a name."""
+TAKEN = ("loss", "exact_match", "samples", "rewards", "logps")
+"""Reserved names of held-out sets: `eval/loss` and `eval/rewards/margins` belong to the set without a name."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ class WatchConfig(Section):
         if wrong or not self.metric:
             return
         if not self.mode:
-            yield Fault(f"{prefix}.mode", f"is empty. Set min or max, whichever is better for {self.metric}")
+            yield Fault(f"{prefix}.mode", f"is empty. Set min if smaller values of {self.metric} are better, else max")
         at = set_of(self.metric, evaluates_at)
         if at is None:
             sets = ", ".join(f"{name}..." for name in evaluates_at) or "none: set data.validation_shards"

@@ -212,6 +212,8 @@ class Engine:
         if self.generate_by is not None:
             return self.generate_by(prompts, sampling, max_new_tokens)
         self._memory.require_on_device("generate")
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: must be at least 1, is {max_new_tokens}")
         if numbers is None:
             first = (self.step << 32) + self._answered
             numbers = range(first, first + len(prompts))
@@ -321,7 +323,13 @@ class _Learn(Task):
         """Return what the function returns for this rank's part of the microbatch."""
         mask = batch["loss_mask"]
         local = own_part(batch[TENSORS], groups.cp)
-        total, units, report = self._function(-output.float() * mask, local | {MASK: mask})
+        result = self._function(-output.float() * mask, local | {MASK: mask})
+        if not isinstance(result, tuple) or len(result) != 3:
+            kind = type(result).__name__
+            raise UserError(f"loss_function: returned {kind}, expected (sum, units, {{name: (sum, count)}})")
+        total, units, report = result
+        if output.requires_grad and not total.requires_grad:
+            raise UserError("loss_function: its sum has no gradient. Compute it from log_probs, not detached")
         units = torch.as_tensor(units, device=total.device)
         return total, units if units.is_floating_point() else units.to(torch.int), report  # floats are an error
 

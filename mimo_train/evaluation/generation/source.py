@@ -33,7 +33,7 @@ class Source:
     cfg: ConfigContainer
     """Config to build, on the chosen layout."""
     load: Callable[["Pipeline", "Tokenizer"], None]
-    """Reads the weights into a model built from `cfg`, and merges its adapters unless `open_source` is told not to."""
+    """Reads the weights into a model built from `cfg`, and merges its adapters unless `open_source(merge=False)`."""
     run_dir: Path | None
     """Run that wrote the weights, which gets libraries' warnings; None for moved weights or object storage."""
     is_directory: bool = False

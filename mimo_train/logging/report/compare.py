@@ -122,7 +122,7 @@ def _status(folder: Path, data: Mapping[str, Column]) -> str:
 
 
 def read_runs(places: Iterable[Path]) -> list[ComparedRun]:
-    """Read runs by the names that tell them apart: a folder that contains runs stands for them, such as a sweep's.
+    """Read runs by the names that tell them apart: a folder of runs, such as that of a sweep, gives all of them.
 
     Raises:
         UserError: a place is not the folder of a run and contains none.

@@ -128,6 +128,8 @@ def exercised(cfg, folder: Path, layout: str):
         with pytest.raises(UserError, match="modules.language.layout.pp: is 2"):
             engine.generate(batch.prompts[:1])
     else:
+        with pytest.raises(UserError, match="max_new_tokens: must be at least 1, is 0"):
+            engine.generate(batch.prompts[:1], drawn, 0)
         answers = [each.learned for each in engine.generate(batch.prompts[:5], drawn, 6)]
         others = [each.learned for each in engine.generate(batch.prompts[:5], drawn, 6)]
         engine.load(saved)
@@ -138,6 +140,10 @@ def exercised(cfg, folder: Path, layout: str):
     with pytest.raises(UserError, match="global_batch_size: is 8, the most samples of a step, and the batch has 9"):
         engine.train(batch.part(0, 9), sft)
     if layout == "one":
+        with pytest.raises(UserError, match="loss_function: its sum has no gradient"):
+            engine.train(batch, lambda log_probs, tensors: (log_probs.detach().sum(), tensors["mask"].sum().int(), {}))
+        with pytest.raises(UserError, match="loss_function: returned Tensor, expected"):
+            engine.train(batch, lambda log_probs, tensors: log_probs.sum())
         with pytest.raises(TypeError, match="num_tokens of type torch.float32, expected whole numbers"):
             engine.train(batch, lambda log_probs, tensors: (log_probs.sum(), tensors["mask"].sum() / 2, {}))
     engine.close()

@@ -37,7 +37,7 @@ def images(side=16, tokens=4, module="images", placeholder="<image>"):
 
 def prompt_and_truth(data, number):
     """The text of the last learned turn, and of the question before it."""
-    turns = data._preference(data.meta(number)).answers[0].turns
+    turns = data.preference(data.meta(number)).answers[0].turns
     last = max(at for at, turn in enumerate(turns) if turn.is_learned)
     asked = [turn.marked_text for turn in turns[:last] if turn.role == "user"]
     return asked[-1] if asked else "", turns[last].text.strip()
