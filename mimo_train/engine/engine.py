@@ -323,7 +323,7 @@ class _Learn(Task):
         """Return what the function returns for this rank's part of the microbatch."""
         mask = batch["loss_mask"]
         local = own_part(batch[TENSORS], groups.cp)
-        result = self._function(-output.float() * mask, local | {MASK: mask})
+        result: Any = self._function(-output.float() * mask, local | {MASK: mask})
         if not isinstance(result, tuple) or len(result) != 3:
             kind = type(result).__name__
             raise UserError(f"loss_function: returned {kind}, expected (sum, units, {{name: (sum, count)}})")
