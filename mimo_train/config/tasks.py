@@ -20,6 +20,8 @@ class TaskTraits:
     """Keys of the section `preference` that the loss uses."""
     value_head: bool = False
     """True if the model ends in one number for each token, not in logits."""
+    rare_metrics: tuple[str, ...] = ()
+    """Metrics that a step may have no sample of: means over the samples of a log interval."""
     has_teacher: bool = False
     """True if a frozen model next to the run's modules gives part of the loss (`distill`)."""
 
@@ -36,7 +38,12 @@ TASKS = {
     "ipo": TaskTraits("pairs", needs_reference=True, keys=("beta", "sft_weight")),
     "simpo": TaskTraits("pairs", keys=("beta", "gamma", "label_smoothing", "sft_weight")),
     "orpo": TaskTraits("pairs", keys=("beta",)),
-    "kto": TaskTraits("labels", needs_reference=True, keys=("beta", "desirable_weight", "undesirable_weight")),
+    "kto": TaskTraits(
+        "labels",
+        needs_reference=True,
+        keys=("beta", "desirable_weight", "undesirable_weight"),
+        rare_metrics=("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"),
+    ),
     "reward": TaskTraits("pairs", value_head=True, keys=("center_rewards",)),
 }
 """Tasks by the name of `train.task`."""

@@ -50,7 +50,7 @@ def add_step(
         losses: losses of the step, one number each; those of a skipped iteration are checked but not added.
         skipped_iter: 1 if the update was skipped.
         empty: 1 if no token of the step has a loss, 0-d.
-        of_sources: [sum, number of tokens] of the losses of sources, by name.
+        of_sources: see `StepResult.of_sources`.
 
     Raises:
         UserError: a loss has the name of another number of the log, or is not one number.

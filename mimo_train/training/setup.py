@@ -172,6 +172,7 @@ def _build(
         rerun.validate,
         needs_tokens=pipeline.router_losses.active,
         sources=source_names(cfg.data.mix),
+        rare=cfg.traits.rare_metrics,
     )
 
     # Optimizer

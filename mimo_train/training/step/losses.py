@@ -90,12 +90,14 @@ class StepLosses:
         *,
         needs_tokens: bool = False,
         sources: Sequence[str] = (),
+        rare: Sequence[str] = (),
     ):
         """Start without reports.
 
         Args:
             weights: `train.loss_weights`.
             sources: names of the sources of a mixture.
+            rare: names of other values that a step may have no sample of.
             needs_tokens: losses must be sums with their number of tokens, which divides the router losses too
                 (`mimo_train.models.router_losses.RouterLosses`).
             validate: called with the loss sum of every microbatch and its number of tokens.
@@ -108,8 +110,8 @@ class StepLosses:
         # Context-parallel ranks have parts of a mean; one of them counts it.
         self._counts_mean = int(language is not None and language.cp.rank() == 0)
         self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
-        self._of_sources = {f"{OF_SOURCE}{name}" for name in sources}
-        self.numbers = 2 * (MAX_LOSSES + len(sources))
+        self._of_sources = {*rare, *(f"{OF_SOURCE}{name}" for name in sources)}
+        self.numbers = 2 * (MAX_LOSSES + len(self._of_sources))
 
     def begin(self) -> None:
         """Start a step."""
@@ -156,7 +158,7 @@ class StepLosses:
         """Return the losses of the step over microbatches and ranks, float64 on the device; empty if there are none.
 
         Returns:
-            (means by name, 0-d; [sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`).
+            (means by name, 0-d; [sum, count] of `loss/NAME` of a mixture's sources and of `rare` values by name).
         """
         if not self.reports:
             return {}, {}

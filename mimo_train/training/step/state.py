@@ -29,7 +29,7 @@ class StepResult:
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     """Reduced losses by name, on ranks of the language model's last stage; reading one waits for the device."""
     of_sources: dict[str, torch.Tensor] = field(default_factory=dict)
-    """[sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`, on the same ranks and device."""
+    """[sum, count] of the losses of a mixture's sources by `loss/NAME`, and of values that a step may lack."""
     tokens: torch.Tensor | None = None
     """Tokens with loss, over all ranks, 0-d on the device; None if the step was not made."""
     logits: torch.Tensor | None = None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mimo_train.config.errors import UserError
-from mimo_train.training.interval import add_step
+from mimo_train.training.interval import add_step, take_means
 from mimo_train.training.step import forward_step
 from mimo_train.training.step.losses import StepLosses
 
@@ -46,6 +46,22 @@ def test_a_loss_by_the_name_of_another_number_is_an_error(name):
     with pytest.raises(UserError, match=f"loss named '{name}'.*another name"):
         add_step(totals, {"lm loss": torch.tensor(1.0), name: torch.tensor(1.0)}, 0)
     assert not totals, "nothing is added"
+
+
+@pytest.mark.parametrize(("pairs", "mean", "count"), [([(0.0, 0.0), (6.0, 3.0)], 2.0, 3), ([(0.0, 0.0)], 0.0, 0)])
+def test_a_step_without_samples_of_a_value_does_not_count_in_its_mean(pairs, mean, count):
+    """The log leaves out a value with a count of 0."""
+    totals: dict = {}
+    losses = StepLosses({}, SimpleNamespace(collections={}), rare=("rewards/rejected",))
+    for pair in pairs:
+        losses.begin()
+        report = {"loss": torch.tensor([2.0, 1.0]), "rewards/rejected": torch.tensor(pair)}
+        losses.wrap(lambda output, report=report: (ONE, torch.tensor(1), report))(None)
+        means, sums = losses.reduced(torch.tensor([2.0, 1.0, *pair], dtype=torch.float64))
+        add_step(totals, means, 0, of_sources=sums)
+    values = take_means(totals)
+    assert float(values["loss"]) == 2.0 and float(values["rewards/rejected"]) == mean
+    assert float(values["tokens of rewards/rejected"]) == count
 
 
 def model(output, *, last: bool = True, language: bool = True):
