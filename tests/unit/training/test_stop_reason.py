@@ -35,7 +35,7 @@ def test_a_run_stops_after_evaluations_without_improvement(mode, min_delta, valu
 @pytest.mark.parametrize(
     ("overrides", "fault"),
     [
-        ("checkpoint.keep_best.metric=eval/loss", "checkpoint.keep_best.mode: is empty. Set min or max"),
+        ("checkpoint.keep_best.metric=eval/loss", "checkpoint.keep_best.mode: is empty. Set min if smaller values"),
         ("checkpoint.keep_best={metric: lm loss, mode: min}", "checkpoint.keep_best.metric: lm loss is of no set"),
         ("train.stop_early={metric: test/loss, mode: min}", "train.stop_early.metric: test/loss is of no set"),
         ("checkpoint.keep_best={metric: eval/loss, mode: min, count: 0}", "checkpoint.keep_best.count: "),
