@@ -18,11 +18,11 @@ MOST = 16
 """Longest answer in tokens."""
 
 
-def export(run: Path, to: Path) -> None:
+def export(run: Path, to: Path, options: list[str]) -> None:
     """As the command does."""
     from mimo_train.cli import main
 
-    assert main(["export", str(run), "--to", str(to), "--merge"]) == 0
+    assert main(["export", str(run), "--to", str(to), *options]) == 0
 
 
 def main() -> None:
@@ -38,9 +38,10 @@ def main() -> None:
     if not asked:
         sys.exit(f"no held-out shards in {record['config']['data']['validation_shards']}: run this where the run was")
     answers = questions(Path(record["config"]["data"]["validation_shards"]), arguments.questions, turn=1)
+    has_adapters = any(module["lora"]["rank"] for module in record["config"]["modules"].values())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "exported")
-        run_ranks(export, 1, arguments.run, folder)
+        run_ranks(export, 1, arguments.run, folder, ["--merge"] * has_adapters)
         (here,) = run_ranks(answers_here, 1, arguments.run, asked, MOST)
         (theirs,) = run_ranks(answers_of_transformers, 1, folder, None, asked, MOST)
         here, there = [text for _, text in here], theirs.texts

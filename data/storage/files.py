@@ -260,8 +260,13 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[None]:
             os.close(fd)
 
 
+_SECONDS_WITHOUT_WARNING = 2.0
+"""The ranks of a node wait this long for one of them at every start."""
+
+
 def _locked(path: Path, wait: bool) -> int | None:
     """Return the descriptor of a locked file; None where files cannot be locked."""
+    began = time.monotonic()
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
@@ -274,8 +279,11 @@ def _locked(path: Path, wait: bool) -> int | None:
         except BlockingIOError:
             if not wait:
                 raise Busy from None
-            _log.warning("%s: waiting for the process that has this lock", path)
-            fcntl.flock(fd, fcntl.LOCK_EX)  # its owner removes the file: try again
+            if time.monotonic() - began < _SECONDS_WITHOUT_WARNING:
+                time.sleep(0.02)
+            else:
+                _log.warning("%s: waiting for the process that has this lock", path)
+                fcntl.flock(fd, fcntl.LOCK_EX)  # its owner removes the file: try again
         except FileNotFoundError:  # the owner removed it before
             pass
         except OSError:

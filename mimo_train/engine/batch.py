@@ -98,7 +98,8 @@ class BatchSamples(Samples):
             learned: the samples that have a loss, the first ones; None: all.
 
         Raises:
-            UserError: a prompt with its answer is longer than `data.sequence_length`.
+            UserError: a prompt with its answer is longer than `data.sequence_length`, or a token of an answer is
+                outside of the vocabulary.
         """
         self.batch, self.tokenizer, self.sequence_length = batch, tokenizer, cfg.data.sequence_length
         self.text_fingerprint, self.modules = tokenizer.fingerprint, tuple(media_of(cfg))
@@ -109,6 +110,10 @@ class BatchSamples(Samples):
         self.order = order_of(self.sources, [1], [size], [""], cfg.run.seed, False, 1, 0.0, False)
         lengths = [len(prompt.ids) + len(answer) for prompt, answer in zip(batch.prompts, batch.answers, strict=True)]
         self.lengths = np.array(lengths, dtype=np.int32)
+        for number, answer in enumerate(batch.answers):
+            if outside := [token for token in answer if not 0 <= token < tokenizer.vocab_size]:
+                size = tokenizer.vocab_size
+                raise UserError(f"answers: sample {number} has token {outside[0]}, and the vocabulary has {size}")
         if any(length > self.sequence_length for length in lengths):
             number = int(self.lengths.argmax())
             raise UserError(

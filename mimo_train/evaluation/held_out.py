@@ -167,7 +167,7 @@ class HeldOut:
         for entry in entries:
             entry["answer"] = texts[entry["number"], entry["turn"]].text
         with agreed(values) as of_ranks:
-            if dist.get_rank() == self._run.layout.logging_rank and entries:
+            if dist.get_rank() == self._run.layout.logging_rank:
                 of = References(self.dataset).of
                 references = [of(entry["number"], entry["turn"], entry["truth"]) for entry in entries]
                 values |= score(self.metrics, [entry["answer"] for entry in entries], references)

@@ -43,7 +43,7 @@ def score_each(names: Sequence[str], predictions: Texts, references: References)
     """Score predictions by every metric; see `METRICS`. A name `module:function` is the user's function.
 
     The function is called as (predictions, references). It returns a number, a list with one for each prediction, or a
-    dict of these by name; its name in the result is FUNCTION, or FUNCTION/NAME.
+    dict of these by name; its name in the result is FUNCTION, or FUNCTION/NAME. Without predictions, values are NaN.
 
     Raises:
         UserError: see `require_metrics`; or the user's function returns something else.
@@ -52,8 +52,10 @@ def score_each(names: Sequence[str], predictions: Texts, references: References)
     assert len(predictions) == len(references) and all(references), "a reference for each prediction"
     scores: dict[str, Scores] = {}
     for name in names:
-        if name in METRICS:
-            scores[name] = METRICS[name].score(predictions, references) if predictions else Scores(math.nan, [])
+        if not predictions:
+            scores[name.rpartition(":")[2]] = Scores(math.nan, [])
+        elif name in METRICS:
+            scores[name] = METRICS[name].score(predictions, references)
         else:
             scores |= _by_user(name, predictions, references)
     return scores

@@ -36,6 +36,8 @@ class PromptFile:
             raise UserError(f"--prompts: {self._path}, line {number}: is not JSON ({error})") from error
         if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
             raise UserError(f"--prompts: {self._path}, line {number}: must be an object with prompt or messages")
+        if not ("messages" in record or isinstance(record["prompt"], str)):
+            raise UserError(f"--prompts: {self._path}, line {number}: prompt must be a text, or give messages")
         return number, record
 
     def prompt(self, at: int, prompts: Prompts, continues: bool) -> Prompt:

@@ -84,8 +84,8 @@ class References:
     """
 
     def __init__(self, dataset: Samples, field: str = ""):
-        """`field`: field of the records with the references. Empty: the first of `REFERENCES` that a record has, if it
-        has one answered turn; else the turn itself."""
+        """`field`: field of the records with the references. Empty: the first of `REFERENCES` that holds texts, if a
+        record has one answered turn; else the turn itself."""
         self._dataset, self._field = dataset, field
         self.counts: dict[str, int] = {}
 
@@ -98,7 +98,9 @@ class References:
         record = self._dataset.read_record(number)
         fields = record if isinstance(record, dict) else {}
         names = (self._field,) if self._field else REFERENCES
-        name = next((each for each in names if fields.get(each) is not None), None)
+        name = next(
+            (each for each in names if fields.get(each) is not None and (self._field or _texts(fields[each]))), None
+        )
         # All answered turns of the record, also those that data.sequence_length cuts.
         turns = len(self._dataset.read_text(number)[0].questions or ()) if name or self._field else 0
         if not self._field and (name is None or turns > 1):
@@ -122,7 +124,10 @@ class References:
 
 
 def _texts(values: Any) -> list[str]:
-    """Return the texts of a text, a number, or a list of these or of objects with `answer`, as VQA has them."""
+    """Return the texts of a text, a number, or a list of these or of objects with `answer`, as VQA has them; or of an
+    object with `text`, as SQuAD has them."""
+    if isinstance(values, dict):
+        values = values.get("text")
     items = values if isinstance(values, list) else [values]
     texts = [item.get("answer") if isinstance(item, dict) else item for item in items]
     wrong = any(text is None or isinstance(text, bool | list | dict) for text in texts)

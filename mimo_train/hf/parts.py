@@ -22,8 +22,6 @@ from mimo_train.families.weights import HEAD, SCORE, language_map
 
 ENCODER, PROJECTOR = "encoders.", "input_projections."
 """Prefixes of an encoder module's parameters."""
-CLASSIFIER = "ForSequenceClassification"
-"""Ends the names of the classes of `transformers` with a value head."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             config = composite.part(directory.config, name)
             kind, spellings = config["model_type"], composite.spellings(directory.folder, directory.key)
             stored = language_keys(config)["vocab_size"]
-            has_score = any(name.endswith(CLASSIFIER) for name in directory.config.get("architectures") or ())
-            heads = (SCORE if has_score else None, SCORE) if cfg.traits.value_head else (HEAD, HEAD)
+            heads = (SCORE if directory.has_value_head else None, SCORE) if cfg.traits.value_head else (HEAD, HEAD)
             weights, written = (
                 language_map(cfg.llm, rows, kind, language_rows, head=head).under(*spellings)
                 for language_rows, head in zip((stored, 0), heads, strict=True)

@@ -165,7 +165,7 @@ def slurm_command(sweep: Sweep, at_once: int) -> str:
     limit = f"%{at_once}" if at_once else ""
     overrides = [text for text in sweep.overrides if not text.startswith("run.dir=")]
     words = ["sbatch", f"--array={numbers}{limit}", "scripts/slurm/train_vlm.sbatch", sweep.config]
-    words += [*overrides, f"run.dir={sweep.folder}"]
+    words += [*overrides, f"run.dir={sweep.folder.resolve()}"]
     return f"{ARRAY_FILE}={shlex.quote(str((sweep.folder / FILE).resolve()))} {shlex.join(words)}"
 
 

@@ -4,9 +4,12 @@ of an environment that has it (docs/evaluation.md)."""
 import json
 import os
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
+
+from tests.tars import write_tar
 
 PYTHON, VLLM = os.environ.get("MIMO_LMMS", ""), os.environ.get("MIMO_VLLM", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs MIMO_LMMS, a Python that has lmms-eval")
@@ -38,6 +41,7 @@ def trained(tmp_path_factory):
     """The working directory of a run whose answers are partly right."""
     folder = tmp_path_factory.mktemp("work")
     sizes = ("train.iters=150", "train.eval_interval=150", "train.eval_samples=48", "checkpoint.save_interval=150")
+    sizes += ("data.max_bad_samples=1",)
     done = run(folder, "train", "vlm_digits", "layout=one_process", "run.dir=run", *sizes)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -64,6 +68,21 @@ def test_the_local_task_has_the_exact_match_of_evaluate(trained):
         assert theirs["tasks"]["shards"]["exact_match"] == ours["eval/exact_match"], name
         assert len(answers(trained / name)) == 48
     assert answers(trained / "one") == answers(trained / "two")
+
+
+def test_a_damaged_image_is_a_bad_sample(trained):
+    (shard, *_) = sorted(trained.rglob("held_out/*.tar"))
+    with tarfile.open(shard) as tar:
+        members = [(member.name, tar.extractfile(member).read()) for member in tar][:40]
+    damaged = next(at for at, (name, _) in enumerate(members) if name.endswith(".png"))
+    members[damaged] = members[damaged][0], members[damaged][1][:60]
+    write_tar(trained / "damaged" / "s.tar", members)
+    samples = ("--data", "damaged", "--limit", "0")
+    assert run(trained, "evaluate", "run", "--output", "ours_damaged", *samples).returncode == 0
+    ours = json.loads((trained / "ours_damaged" / "results.json").read_text())["metrics"]
+    done, theirs = tasks(trained, "damaged_task", "--tasks", "shards", *samples)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert theirs["tasks"]["shards"]["exact_match"] == pytest.approx(ours["eval/exact_match"])
 
 
 @pytest.mark.skipif(not VLLM, reason="needs MIMO_VLLM too")

@@ -33,7 +33,7 @@ def config_of_directory(folder: Path, seconds: float = 0, tokenizer: str = "") -
         tokenizer: the tokenizer if the directory has none.
 
     Raises:
-        ConfigError: it is no directory of a supported language model, with or without encoders.
+        ConfigError: it is no directory of a supported language model, with or without encoders, or of its reward model.
         UserError: its adapter cannot be read, or has its base model elsewhere.
     """
     adapter, base = folder, base_of_adapter(folder)
@@ -63,6 +63,8 @@ def config_of_directory(folder: Path, seconds: float = 0, tokenizer: str = "") -
     plain["data"] |= {"shards": str(folder), "sequence_length": length}
     dtype = directory.config.get("dtype") or directory.config.get("torch_dtype") or "float32"
     plain["train"] = {"precision": _PRECISION.get(dtype, "fp32")}
+    if directory.has_value_head:
+        plain["train"]["task"] = "reward"
     return from_dict(plain)
 
 

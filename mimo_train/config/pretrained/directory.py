@@ -10,6 +10,8 @@ from mimo_train.config.pretrained.weight_files import Unreadable, parsed, read_e
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tokenizer_config.json")
 """A directory with a tokenizer has one of these."""
+_CLASSIFIER = "ForSequenceClassification"
+"""Ends the names of the classes of `transformers` with a value head."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Directory:
     def name(self) -> str:
         """Name of the model, by its folder or in the hub."""
         return Path(named_in_hub(self.folder)[0]).name
+
+    @property
+    def has_value_head(self) -> bool:
+        """True if the model gives a score instead of tokens."""
+        return any(name.endswith(_CLASSIFIER) for name in self.config.get("architectures") or ())
 
     def token(self, number: int) -> str | None:
         """Return the tokenizer's token with this id; None if there is none. Raises ConfigError for a damaged file."""

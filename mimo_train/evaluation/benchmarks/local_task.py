@@ -65,6 +65,7 @@ def _documents(samples: ShardDataset, count: int) -> Iterator[dict[str, Any]]:
     for number in range(count):
         try:
             conversation = read_conversation(samples, number)
+            read_originals(samples, number)  # damaged media are bad samples, as in training
         except SampleError:
             bad += 1
             require_budget(bad, samples.allowed_bad_samples)

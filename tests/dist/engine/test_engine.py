@@ -140,6 +140,8 @@ def exercised(cfg, folder: Path, layout: str):
     with pytest.raises(UserError, match="global_batch_size: is 8, the most samples of a step, and the batch has 9"):
         engine.train(batch.part(0, 9), sft)
     if layout == "one":
+        with pytest.raises(UserError, match="answers: sample 1 has token 999999, and the vocabulary has "):
+            engine.log_probs(type(batch)(batch.prompts[:2], [[1], [2, 999999]]))
         with pytest.raises(UserError, match="loss_function: its sum has no gradient"):
             engine.train(batch, lambda log_probs, tensors: (log_probs.detach().sum(), tensors["mask"].sum().int(), {}))
         with pytest.raises(UserError, match="loss_function: returned Tensor, expected"):

@@ -154,7 +154,11 @@ def _exported(root: Path, pairs: Path) -> dict[str, Any]:
     again = Steps(of_llama(root / "again", pairs, root / "of run", *PLAIN_ADAM, *held_out))
     rows = _values(again)
     found["scores"]["again"] = [row[-1] for row in rows], _scores(root / "of run", rows)
-    return found | {"evaluated": again.session.held_out.evaluate(0, again.step_func)}
+    found["evaluated"] = again.session.held_out.evaluate(0, again.step_func)
+    again.session.close()
+    samples = ["--data", f"{pairs}/train", "--limit", "6", "--output", str(root / "scores")]
+    found["of the export"] = command(["evaluate", str(root / "of run"), *samples])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +168,7 @@ def exported(pairs, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 
 
 def test_an_export_scores_as_the_run_does_and_a_resumed_run_goes_on(exported):
-    found = exported[1]
+    root, found = exported
     uninterrupted, resumed = found["curves"]
     assert uninterrupted == resumed
     for name, (here, there) in found["scores"].items():
@@ -174,3 +178,6 @@ def test_an_export_scores_as_the_run_does_and_a_resumed_run_goes_on(exported):
     assert code and "adapters for peft do not hold a value head. Give --merge" in said
     assert found["evaluated"].keys() >= {"eval/loss", "eval/rewards/accuracies", "eval/rewards/margins"}
     assert found["evaluated"]["eval/samples"] == 6 and "eval/exact_match" not in found["evaluated"]
+    assert found["of the export"][0] == 0, found["of the export"]
+    results = json.loads((root / "scores" / "results.json").read_text())
+    assert results["metrics"] == pytest.approx(found["evaluated"], rel=1e-5)

@@ -177,6 +177,8 @@ class OneRecord:
         ({"references": [{"answer": 7}], "answers": ["8"]}, 1, "", ["7"]),
         ({"answers": ["7", "3"]}, 2, "", ["truth"]),  # one for each turn, although one turn is left
         ({"answers": ["7", "3"]}, 2, "answers", ["7"]),
+        ({"answers": {"text": ["7", "seven"], "answer_start": [0, 9]}}, 1, "", ["7", "seven"]),
+        ({"answers": {"a": 7}, "references": [[7]]}, 1, "", ["truth"]),  # no texts
         ({}, 1, "", ["truth"]),
         (None, 1, "", ["truth"]),
     ],
@@ -192,7 +194,8 @@ def mine(predictions, references):
 def test_a_function_of_the_user_scores_too():
     values = score_each([f"{__name__}:mine", "accuracy"], ["x", "y"], [["x"], ["x", "z"]])
     assert values == {"mine/right": (0.5, [1, 0]), "mine/all": (3, []), "accuracy": (0.5, [1, 0])}
-    assert math.isnan(score(["accuracy"], [], [])["accuracy"])
+    nothing = score(["accuracy", f"{__name__}:mine"], [], [])
+    assert nothing.keys() == {"accuracy", "mine"} and all(map(math.isnan, nothing.values()))
 
 
 @pytest.mark.parametrize(

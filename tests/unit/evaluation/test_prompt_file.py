@@ -87,7 +87,7 @@ def test_a_system_text_and_earlier_turns_come_first(prompts, tmp_path):
         ("{", "is not JSON"),
         ('{"image": "a.png"}', "must be an object with prompt or messages"),
         ('{"prompt": "x", "messages": []}', "must be an object with prompt or messages"),
-        ('{"prompt": 3}', "prompt must be a text, got 3"),
+        ('{"prompt": 3}', "prompt must be a text, or give messages"),
         ('{"prompt": "x", "image": "none.png"}', "--image: cannot read .*none.png"),
         ('{"prompt": "x", "audio": "a.png"}', "--audio: no module of this model reads clips"),
         ('{"prompt": "<image><image>", "image": "a.png"}', "the message has 2 <image>, and 1 image given"),
