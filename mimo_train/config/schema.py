@@ -2,7 +2,7 @@
 ranks and batches together."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, value_faults
@@ -10,7 +10,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
 from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_data import DataConfig
-from mimo_train.config.schema_distill import DISTILL, DistillConfig
+from mimo_train.config.schema_distill import DISTILL, SFT, DistillConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_run import LaunchConfig, PlacementConfig, RunConfig
@@ -81,6 +81,11 @@ class ConfigContainer(Section):
         llm = self.language.llm
         assert llm is not None, "modules.language.llm is missing, which `layout.run` reports"
         return llm.sizes if isinstance(llm, TransformersLlm) else llm
+
+    def as_sft(self) -> "ConfigContainer":
+        """Return the config with train.task=sft, without the keys of other tasks."""
+        train = replace(self.train, task=SFT)
+        return replace(self, train=train, preference=PreferenceConfig(), distill=DistillConfig())
 
     def recompute_of(self, name: str) -> str:
         """Return the recompute setting of module `name`: none, selective or full."""

@@ -114,11 +114,10 @@ class Engine:
         else:
             folder = folders.in_folder(place, "CHECKPOINT")
             cfg, weights = recorded_config(folder, trust_code=False), str(folder)
-        cfg = with_layout(cfg, layout)
+        cfg = with_layout(cfg.as_sft(), layout)
         cfg = replace(
             cfg,
             run=replace(cfg.run, dir=str(run_dir)),
-            train=replace(cfg.train, task="sft"),
             checkpoint=replace(cfg.checkpoint, weights=weights, dir=""),
         )
         return cls(cfg, **options)

@@ -10,7 +10,6 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.run_files import SUFFIXES, shipped_configs
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_data import DataConfig
-from mimo_train.config.schema_distill import SFT
 from mimo_train.inputs.datasets import HeldOutSet, splits_of
 
 OF_MODEL = {
@@ -33,7 +32,7 @@ def with_data(cfg: ConfigContainer, data: str) -> ConfigContainer:
     if not data:
         return cfg
     if not cfg.traits.value_head:
-        cfg = replace(cfg, train=replace(cfg.train, task=SFT))
+        cfg = cfg.as_sft()
     if data.endswith(SUFFIXES) or (shipped_configs() / f"{data}.yaml").is_file():
         other = compose.load(data, weights=False).data
         names = [item.name for item in fields(DataConfig) if item.name not in OF_MODEL]

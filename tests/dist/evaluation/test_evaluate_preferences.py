@@ -15,7 +15,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.runs import USUAL_ADAM, config
 
 RUNS: dict[str, tuple[str, ...]] = {
-    "dpo": ("vlm_digits", "layout=one_process", "modules.language.lora.rank=4", "optim.lr=1e-2"),
+    "dpo": ("vlm_digits", "layout=one_process", "modules.language.lora.rank=4", "optim.lr=1e-2", "preference.beta=0.2"),
     "ipo": ("gpt_tiny", "optim.lr=1e-3"),
     "orpo": ("gpt_tiny",),
     "kto": ("gpt_tiny", "optim.lr=1e-3"),
@@ -65,6 +65,7 @@ def alone(folder: Path, digits: Path) -> dict:
         options = ["--metric", "accuracy", "--max-new-tokens", "3"] if task == "dpo" else []
         line = read_metrics(folder / task / "metrics.jsonl")[-1]
         measured[task] = line, evaluated(folder, task, options)
+    measured["answers"] = evaluated(folder, "dpo", ["--data", f"{digits}/held_out", "--limit", "4"])
     measured["texts"] = evaluated(folder, "kto", ["--metric", "accuracy"])
     measured["prompts"] = evaluated(folder, "reward", ["--prompts", str(folder / "none")])
     (file,) = (folder / "ipo" / "cache").glob("*.mimo-reference")
@@ -99,6 +100,8 @@ def test_values_are_those_of_training(digits, tmp_path):
     of_set = one["dpo"][1][2]["sets"]["data.validation_shards"]
     assert of_set["answers"] == 12 and 0 < of_set["cut"] <= 12
     assert f"data.validation_shards: {of_set['cut']} of 12 answers were cut" in one["dpo"][1][1]
+    code, said, results = one["answers"]
+    assert code == 0 and results["settings"]["task"] == "sft", said
     code, said, _ = one["texts"]
     assert code == 1 and "--metric: records of train.task=kto may have undesirable answers" in said
     code, said, _ = one["prompts"]
