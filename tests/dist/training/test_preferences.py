@@ -156,7 +156,7 @@ def test_reference_values_are_of_the_start_weights_and_of_each_row(demos, tmp_pa
     assert len(found["shorter files"]) == 2 and found["shorter files"].items() > found["still files"].items()
 
 
-PLAIN_DPO = ("train.iters=30", "preference.sft_weight=0", "optim.lr=2e-4")
+SHORT_DPO = ("train.iters=30", "optim.lr=2e-4")
 
 
 def demo_runs(folder: Path) -> list[dict]:
@@ -171,7 +171,7 @@ def demo_runs(folder: Path) -> list[dict]:
         (
             "vlm_digits_dpo",
             "digits_pairs",
-            PLAIN_DPO + (f"data.validation_shards={folder}/digits_pairs/held_out",),
+            SHORT_DPO + (f"data.validation_shards={folder}/digits_pairs/held_out",),
         ),
     ):
         demo = make_demo(folder / kind, kind, train_samples=240, held_out_samples=64, shards=1)
