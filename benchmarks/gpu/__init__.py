@@ -1,1 +1,1 @@
-"""How near training comes to what a GPU can do: one command, one JSON, one record. `python -m benchmarks.gpu`."""
+"""What a machine with a GPU computes, and how near training comes to its peak: one table. See scripts/gpu_check.sh."""

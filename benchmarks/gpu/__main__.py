@@ -1,96 +1,78 @@
-"""How near training comes to what a GPU can do, in less than 10 minutes.
+"""What a machine with a GPU computes, and how near training comes to its peak: one table, in less than 15 minutes.
 
-    python -m benchmarks.gpu --to benchmarks/gpu_[hardware]_[date].md --json gpu.json     # everything
-    python -m benchmarks.gpu c g                                                          # sections
-    python -m benchmarks.gpu --tiny                                                       # a rehearsal on a CPU
+    scripts/gpu_check.sh                                                       # everything
+    scripts/gpu_check.sh --to benchmarks/gpu_[hardware]_[date].md --json gpu.json
+    scripts/gpu_check.sh ceiling steps --seconds 230                           # sections
 
-Every section has its own time. What fails is shown with the last lines of its traceback, what is missing is named, and
-the others go on. Exit code 0 if every section ran or was skipped, 1 if a part of one failed or was ended.
+Each section has a time limit. Rows that need Transformer Engine are skipped without it. A failure is a row with the
+last lines of its traceback, and the other sections run. Exit code 0 if every row is ok or skipped, 1 if one failed or
+was ended.
 """
 
 import argparse
-import datetime
-import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.sections import FORMULA, SECTIONS, Row, Sections
-from benchmarks.gpu_check.jobs import Jobs
-from benchmarks.gpu_check.record import as_record, as_text, commit, write
+from benchmarks.gpu.jobs import Jobs
+from benchmarks.gpu.sections import SECTIONS, Sections
+from benchmarks.gpu.sizes import GPU, TINY
+from benchmarks.gpu.table import Row, as_json, as_record, as_text
 
-SECONDS = 590
-"""For all sections together, the imports that they share included."""
-TITLE = "How near training comes to what this GPU can do"
-WHAT = (
-    "the sections of `python -m benchmarks.gpu`: "
-    + "; ".join(f"({letter}) {section.title}" for letter, section in SECTIONS.items())
-    + f". {FORMULA}, by the peaks of mimo_train/logging/throughput.py; of (a): TFLOP/s of the step over those of the "
-    "matrix product. Weights are random. Estimates are those of `mimo-train check`. In (d) `transformers` trains under "
-    "autocast with weights of fp32, from batches in memory; both sides make their steps in turns."
-)
+SECONDS = 840
+"""Time limit of all sections together, with the imports that they share."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the sections that the command line names; see the module's docstring."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sections", nargs="*", metavar="LETTER", help=f"sections to run, of {', '.join(SECTIONS)}")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal of everything on the CPU")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"sections to run: {', '.join(SECTIONS)}")
+    parser.add_argument("--list", action="store_true", help="print what each section measures, and run none")
     parser.add_argument("--to", type=Path, metavar="FILE", help="write a record for benchmarks/, a new file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers, a new file")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all together (default: {SECONDS})")
+    parser.add_argument("--tiny", action="store_true", help="rehearse everything on the CPU, in small")
     options = parser.parse_args(arguments)
-    unknown = [letter for letter in options.sections if letter not in SECTIONS]
+    if options.list:
+        print("\n".join(f"{name:<12} {section.title}: {section.goal or '-'}" for name, section in SECTIONS.items()))
+        return 0
+    unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:
-        parser.error(f"no section {', '.join(unknown)}: there are {', '.join(SECTIONS)}")
+        parser.error(f"no section {', '.join(unknown)}: choose from {', '.join(SECTIONS)}")
     for name, path in (("--to", options.to), ("--json", options.json)):
         if path and path.exists():
-            parser.error(f"{name}: {path} exists, and a record is never changed: give a new name")
+            parser.error(f"{name}: {path} exists, and a record is never changed. Choose a new name")
         if path and not path.parent.is_dir():
-            parser.error(f"{name}: there is no folder {path.parent}")
-    command = shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)])
-    found: dict[str, list[Row]] = {}
-    took: dict[str, float] = {}
+            parser.error(f"{name}: the folder {path.parent} does not exist")
+    rows: list[tuple[str, Row]] = []
     started = time.monotonic()
+    chosen = [name for name in SECTIONS if name in (options.sections or SECTIONS)]
     with Jobs(options.seconds) as jobs:
-        sections = Sections(jobs, options.tiny)
-        for letter in [letter for letter in SECTIONS if letter in (options.sections or SECTIONS)]:
-            began, found[letter] = time.monotonic(), []
-            for row in sections.run(letter):
-                print(as_text(f"({letter})", row.line, first=not found[letter]), flush=True)
-                found[letter].append(row)
-            took[letter] = time.monotonic() - began
+        sections = Sections(jobs, TINY if options.tiny else GPU)
+        for name in chosen:
+            for number, row in enumerate(sections.run(name)):
+                print(as_text(name, row, first=number == 0), flush=True)
+                rows.append((name, row))
         machine = sections.machine
-    rows = [row for of_section in found.values() for row in of_section]
-    if options.json:
-        write(options.json, _as_json(found, took, machine.value, command))
-    if options.to and machine.state == "ok":
-        lines = [(f"({letter})", row.line) for letter, of_section in found.items() for row in of_section]
-        write(options.to, as_record(lines, machine.value, command, TITLE, WHAT))
-    states = [row.line.state for row in rows]
+    command = shlex.join(["scripts/gpu_check.sh", *arguments])
+    if machine.state == "ok":
+        titles = {name: SECTIONS[name].title for name in chosen}
+        if options.to:
+            options.to.write_text(as_record(rows, machine.value, command, titles))
+        if options.json:
+            options.json.write_text(as_json(rows, machine.value, command))
+    states = [row.state for _, row in rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "skipped", "failed", "ended"))
     print(f"rows: {counts}; {time.monotonic() - started:.0f} s", flush=True)
     return int(machine.state != "ok" or any(state in ("failed", "ended") for state in states))
 
 
-def _as_json(found: dict[str, list[Row]], took: dict[str, float], machine: dict | None, command: str) -> str:
-    sections = {
-        letter: {
-            "title": SECTIONS[letter].title,
-            "seconds": took[letter],
-            "rows": [vars(row.line) | {"values": row.values} for row in rows],
-        }
-        for letter, rows in found.items()
-    }
-    whole = {"command": command, "date": f"{datetime.date.today()}", "commit": commit(), "machine": machine}
-    return json.dumps(whole | {"formula": FORMULA, "sections": sections}, indent=1) + "\n"
-
-
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)

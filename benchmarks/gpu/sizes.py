@@ -1,4 +1,4 @@
-"""How large everything is: on a GPU, and in a rehearsal on a CPU (`--tiny`)."""
+"""The size of everything: on a GPU, and in a rehearsal on a CPU."""
 
 from dataclasses import dataclass
 
@@ -25,8 +25,8 @@ class Shape:
     """How the rows of a microbatch are filled.
 
     Attributes:
-        candidates: changes of the config by what they are, the largest first: the first that fits is run.
-        varied: whether texts vary in length; else they fill their rows.
+        candidates: changes of the config by name, the largest first: the first that fits is run.
+        varied: texts vary in length; else they fill their rows.
     """
 
     name: str
@@ -37,26 +37,49 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A run of a demo whose losses are compared with those of fp32 with torch's layers on the CPU.
+
+    Attributes:
+        bound: the largest relative difference of losses that passes.
+        te: layers of Transformer Engine, not of torch.
+    """
+
+    config: str
+    layout: str
+    precision: str
+    bound: float
+    te: bool = False
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """What differs from the run on the CPU."""
+        return f"{self.precision}, {'te' if self.te else 'torch'} layers{', compiled' if self.compiled else ''}"
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """Of one whole run of the benchmark."""
+    """The sizes of all sections."""
 
     device: str
     matmul: int
     repeats: int
+    samples: int
+    """Of the demo that the curves read."""
+    curves: tuple[Curve, ...]
+    curve_changes: tuple[str, ...]
+    tests: tuple[str, ...]
     models: tuple[Model, ...]
     filled: Shape
     packed: Shape
     padded: Shape
-    """Texts as those of `packed`, one in each row."""
-    saved: tuple[str, ...]
-    """What makes the first model small enough to be written to disk in time."""
+    """The texts of `packed`, one in each row."""
     compilers: tuple[str, ...]
-    """Backends of torch.compile of the reference, the empty one is without; the last one is that of our layers, too."""
+    """Backends of torch.compile of the reference, the empty one without; the last one compiles our layers, too."""
     warm_up: int
     timed: int
     rounds: int
-    read_steps: int
-    workers: int
 
 
 def llm(**sizes: object) -> tuple[str, ...]:
@@ -65,16 +88,16 @@ def llm(**sizes: object) -> tuple[str, ...]:
 
 
 def microbatches(*sizes: int) -> dict[str, tuple[str, ...]]:
-    """Microbatches of so many samples, two a step; then the smallest with everything recomputed."""
-    found = {
+    """Microbatches of these numbers of samples, two a step; then the smallest with everything recomputed."""
+    candidates = {
         f"{size} samples": (f"train.micro_batch_size={size}", f"train.global_batch_size={2 * size}") for size in sizes
     }
-    last = list(found)[-1]
-    return found | {f"{last}, everything recomputed": (*found[last], "train.recompute=full")}
+    last = list(candidates)[-1]
+    return candidates | {f"{last}, everything recomputed": (*candidates[last], "train.recompute=full")}
 
 
 def packs(length: int, samples: int) -> dict[str, tuple[str, ...]]:
-    """Rows of so many tokens, of a step of so many samples."""
+    """Rows of `length` tokens, in steps of `samples` samples."""
     change = ("train.micro_batch_size=1", f"train.global_batch_size={samples}")
     return {
         f"rows of {length} tokens": change,
@@ -85,10 +108,23 @@ def packs(length: int, samples: int) -> dict[str, tuple[str, ...]]:
 CLIP = "encoder@modules.images.encoder=vit_l14_336"
 ONE_B, SEVEN_B = "llm@modules.language.llm=llama_1b", "llm@modules.language.llm=llama2_7b"
 
+DIGITS, PROSE = ("vlm_digits", "layout=one_process"), ("gpt_tiny", "layout=language_one")
+
 GPU = Sizes(
     device="cuda",
     matmul=8192,
     repeats=50,
+    samples=480,
+    curves=(
+        Curve(*DIGITS, "fp32", 1e-3),
+        Curve(*DIGITS, "bf16", 5e-2),
+        Curve(*DIGITS, "fp32", 1e-3, te=True),
+        Curve(*DIGITS, "bf16", 5e-2, te=True),
+        Curve(*PROSE, "fp32", 1e-3),
+        Curve(*PROSE, "fp32", 1e-3, compiled=True),
+    ),
+    curve_changes=("train.iters=20", "optim.decay=constant"),
+    tests=("tests/gpu",),
     models=(
         Model(
             "CLIP-L/14-336 + Llama-3.2-1B",
@@ -120,35 +156,39 @@ GPU = Sizes(
         varied=True,
     ),
     padded=Shape("8,192 tokens, padded", ("data.sequence_length=8192",), microbatches(4, 2, 1), 8000, varied=True),
-    saved=llm(num_layers=4),
     compilers=("", "inductor"),
     warm_up=3,
     timed=6,
     rounds=6,
-    read_steps=6,
-    workers=16,
 )
 
-_TINY = ("train.precision=bf16", *llm(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4))
+_LLM = llm(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4)
+_FILLED = Shape("64 tokens", ("data.sequence_length=64", "data.pad=sequence"), microbatches(2), 128)
+_VARIED = {"characters": 100, "varied": True}
 TINY = Sizes(
     device="cpu",
     matmul=128,
     repeats=3,
-    models=(Model("tiny", (*_TINY, "modules.images.encoder.num_layers=1"), 48),),
-    filled=Shape("64 tokens", ("data.sequence_length=64", "data.pad=sequence"), microbatches(2), 128),
+    samples=48,
+    curves=(
+        Curve(*DIGITS, "fp32", 1e-6),
+        Curve(*DIGITS, "bf16", 5e-2),
+        Curve(*DIGITS, "fp32", 1e-3, te=True),
+        Curve(*PROSE, "fp32", 1e-6, compiled=True),
+    ),
+    curve_changes=("train.iters=3", "train.global_batch_size=4", "train.micro_batch_size=2", *_LLM),
+    tests=("tests/unit/layout/test_key_changes.py",),
+    models=(Model("tiny", ("train.precision=bf16", *_LLM, "modules.images.encoder.num_layers=1"), 48),),
+    filled=_FILLED,
     packed=Shape(
         "128 tokens, packed",
         ("data.sequence_length=128", "data.pack=true", "data.pack_length=128"),
         packs(128, 4),
-        100,
-        varied=True,
+        **_VARIED,
     ),
-    padded=Shape("128 tokens, padded", ("data.sequence_length=128",), microbatches(2), 100, varied=True),
-    saved=(),
-    compilers=("", "eager"),
+    padded=Shape("128 tokens, padded", ("data.sequence_length=128",), microbatches(2), **_VARIED),
+    compilers=("eager",),
     warm_up=1,
     timed=2,
-    rounds=2,
-    read_steps=2,
-    workers=1,
+    rounds=1,
 )

@@ -25,7 +25,7 @@ case "$*" in
   "-P -m pip --version") ;;
   "-P -W ignore -c import torch"*) ;;
   "-P -m mimo_train.cli launch "*) echo "$@"; exit "${FAKE_EXIT:-0}" ;;
-  "-P -m benchmarks.gpu_check"*) echo "PYTHONPATH=$PYTHONPATH" "$@" ;;
+  "-P -m benchmarks.gpu"*) echo "PYTHONPATH=$PYTHONPATH" "$@" ;;
   *) exec REAL_PYTHON "$@" ;;
 esac
 """

@@ -1,5 +1,8 @@
-"""Runs of `pretrain` for the checks: curves to compare, and a large model to time. Each in its own process."""
+"""Jobs that train: curves to compare, and models to time. Each runs in a process of its own."""
 
+import dataclasses
+import functools
+import gc
 import io
 import json
 import random
@@ -9,13 +12,11 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.gpu_check.work import require
-
-NEEDED = ("torch", "megatron-core", "hydra-core")
 FIXED = (
     "data.demo=",
     "data.validation_shards=",
@@ -26,8 +27,7 @@ FIXED = (
 
 
 def demos(*, folder: str, samples: int) -> dict[str, str]:
-    """Writes the demo shards of both models; returns the folders of their training shards."""
-    require(*NEEDED, "scikit-learn")
+    """Write the demo shards of both models; return the folders of their training shards."""
     from data.demo.make import make_demo
 
     digits = make_demo(Path(folder) / "digits", train_samples=samples, held_out_samples=8, shards=2)
@@ -35,21 +35,29 @@ def demos(*, folder: str, samples: int) -> dict[str, str]:
 
 
 def curve(
-    *, config: str, shards: str, run_dir: str, device: str, overrides: list[str], te: bool, compiled: bool
+    *,
+    config: str,
+    shards: str,
+    run_dir: str,
+    device: str,
+    overrides: list[str],
+    precision: str,
+    te: bool,
+    compiled: bool,
 ) -> dict[str, Any]:
     """Losses and gradient norms of a run's steps, and what its layers were.
 
     Args:
-        te: layers of Transformer Engine, or of torch; whatever is installed.
+        te: layers of Transformer Engine, not of torch.
         compiled: with `train.compile=layers`, on a CPU without a backend.
     """
-    require(*NEEDED, *(["transformer-engine"] if te else []))
     import torch
     import torch.distributed as dist
 
-    torch.set_float32_matmul_precision("highest")  # no TF32 in products,
+    torch.set_float32_matmul_precision("highest")  # no TF32 in matmuls,
     torch.backends.cudnn.allow_tf32 = False  # nor in convolutions
-    look, changes = _Look(), [f"data.shards={shards}", *overrides, *(["train.compile=layers"] if compiled else [])]
+    look, changes = _Look(), [f"data.shards={shards}", f"train.precision={precision}", *overrides]
+    changes += ["train.compile=layers"] if compiled else []
     with _counted_graphs("inductor" if device == "cuda" else "eager") as graphs:
         pretrained(config, changes, run_dir, device, te, look)
     steps = [line for line in _lines(run_dir) if "lm loss" in line]
@@ -62,7 +70,7 @@ def curve(
     }
 
 
-def large(
+def steps(
     *,
     config: str,
     folder: str,
@@ -70,61 +78,69 @@ def large(
     overrides: list[str],
     te: bool,
     image: int,
+    characters: int,
+    varied: bool,
+    compiler: str,
     warm_up: int,
     timed: int,
-    characters: int = 4096,
-    varied: bool = False,
 ) -> dict[str, Any]:
-    """Seconds of a step, and the heaviest kernels of one more step, of a model with random weights on images and
-    texts.
+    """Seconds of a step, and the heaviest kernels of one more step, of a model with random weights.
 
     Args:
-        te: layers of Transformer Engine, or of torch.
+        te: layers of Transformer Engine, not of torch.
         image: height and width in pixels.
+        characters: of every text, enough to fill its sequence.
+        varied: lengths of texts vary, see `lengths`.
+        compiler: backend of torch.compile, where layers are compiled.
         warm_up: steps that are left out.
         timed: steps that are timed.
-        characters: of every text, enough to fill its sequence.
-        varied: texts of lengths that vary as those of instructions do, see `lengths`.
 
     Returns:
-        What was found; `{"out_of_memory": message}` where the model does not fit.
+        The measurements; `{"out_of_memory": message}` where the model does not fit.
     """
-    require(*NEEDED, *(["transformer-engine"] if te else []))
     import torch
 
     run_dir = f"{folder}/run"
     look, watch, enough = _Look(), *_watch(warm_up + timed, device)
-    shards = write_images(Path(folder), image, lengths(64, characters, varied))
+    changes = [f"data.shards={write_images(Path(folder), image, lengths(64, characters, varied))}", *overrides]
     try:
-        pretrained(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look, [watch])
+        with quick_weights(device), patch("mimo_train.models.dense_layer.BACKEND", compiler):
+            pretrained(config, changes, run_dir, device, te, look, [watch])
     except enough:
         pass
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error).partition(". ")[0]}
     steps = [line for line in _lines(run_dir) if warm_up < line["step"] <= warm_up + timed]
-    medians = {
-        name: statistics.median(step[name] for step in steps)
-        for name in ("step_seconds", "tokens_per_second", "tflops", "mfu", "mfu/images", "mfu/language")
-        if name in steps[0]
-    }
+    names = ("step_seconds", "tokens_per_second", "tflops", "mfu", "mfu/images", "mfu/language")
+    medians = {name: statistics.median(step[name] for step in steps) for name in names if name in steps[0]}
     seconds = [step["step_seconds"] for step in steps]
+    waits = [value for step in steps for name, value in step.items() if name.endswith("/data_wait")]
     samples = steps[-1]["consumed_samples"] - steps[0]["consumed_samples"]
     return medians | {
         "samples_per_second": samples / sum(seconds[1:]),
+        "data_wait": sum(waits) / sum(seconds),
         "fastest": min(seconds),
         "slowest": max(seconds),
         "steps": len(steps),
         "parameters": look.parameters,
         "te_modules": look.te_modules,
         "memory": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-        "estimate": estimated(config, [f"data.shards={shards}", *overrides], device) / 2**30,
+        "estimate": _estimated(config, changes, device) / 2**30,
         "kernels": watch.kernels,
         "without_kernel": watch.without_kernel,
     }
 
 
-def estimated(config: str, overrides: list[str], device: str) -> int:
-    """Bytes of the fullest rank, as `mimo-train check` reckons them."""
+def estimates(*, config: str, candidates: list[list[str]], of_device: str) -> list[int]:
+    """Bytes of the fullest rank for each list of overrides, as `mimo-train check` estimates them.
+
+    Args:
+        of_device: the device of the run; this job needs none.
+    """
+    return [_estimated(config, ["data.shards=unread", *overrides], of_device) for overrides in candidates]
+
+
+def _estimated(config: str, overrides: list[str], device: str) -> int:
     from mimo_train.config.compose import load
     from mimo_train.layout.run import resolve
     from mimo_train.preflight.dry_run.command import estimates
@@ -135,7 +151,7 @@ def estimated(config: str, overrides: list[str], device: str) -> int:
 def pretrained(
     config: str, overrides: list[str], run_dir: str, device: str, te: bool, look: "_Look | None" = None, callbacks=()
 ) -> None:
-    """A run of `pretrain` with layers of Transformer Engine, or of torch, whatever is installed."""
+    """Run `pretrain` with layers of Transformer Engine, or of torch, whatever is installed."""
     from mimo_train.config.compose import load
     from mimo_train.training.pretrain import pretrain
 
@@ -145,15 +161,71 @@ def pretrained(
 
 
 def choose_layers(te: bool) -> None:
-    """Overrules what the program chooses by what is installed, in every module that asks."""
+    """Overrule the choice that the program makes by what is installed, in every module that asks."""
     if te:
-        import transformer_engine.pytorch  # noqa: F401 (where it is broken, its own words are the best)
+        import transformer_engine.pytorch  # noqa: F401 (where it is broken, its error is the clearest)
     from mimo_train.models import layers
 
     original, chosen = layers.use_transformer_engine, lambda kind: te
     for name, module in list(sys.modules.items()):
         if name.startswith("mimo_train.") and getattr(module, "use_transformer_engine", None) is original:
             module.use_transformer_engine = chosen
+
+
+@contextmanager
+def quick_weights(device: str):
+    """Let the device draw the weights of runs in the block: seconds, where the program's numbers, the same on every
+    machine, take minutes for a billion parameters."""
+    import torch
+
+    def drawn(block: torch.Tensor, std: float, seed: int, row: int = 0, column: int = 0) -> None:
+        block.copy_(torch.empty(block.shape, dtype=block.dtype, device=device).normal_(0.0, std))
+
+    with patch("encoders.initial_weights.fill", drawn):
+        yield
+
+
+def versus(
+    *,
+    config: str,
+    folder: str,
+    device: str,
+    overrides: list[str],
+    te: bool,
+    image: int,
+    characters: int,
+    compiled: str,
+    rounds: int,
+    recorded: int,
+) -> dict[str, Any]:
+    """Ours against `transformers` in turns; see benchmarks/against_transformers.py for both sides.
+
+    Args:
+        compiled: backend of torch.compile for the reference; empty: none.
+
+    Returns:
+        Seconds of a step and bytes at the peak of either, and the ratio of ours to the reference with its interval.
+    """
+    from benchmarks import against_transformers, turns
+
+    for name in ("llama", "llava", "siglip"):
+        import_module(f"transformers.models.{name}.modeling_{name}")
+    gc.freeze()
+    where = Path(folder)
+    shards = write_images(where, image, [characters] * 64)
+    changes = (*FIXED, *overrides, f"data.shards={shards}")
+    case = against_transformers.Case(config, "", changes, device=device, recorded=recorded)
+    # Importing Transformer Engine may ask for the device, which forked processes could then not use.
+    prepare = functools.partial(choose_layers, te)
+    with quick_weights(device), against_transformers.open_sides(case, where, compiled, prepare) as sides:
+        blocks = turns.take_turns(sides, rounds, 1)
+    reference, ours = blocks.values()
+    return {
+        "seconds": {name: turns.seconds(side, turns.WALL) for name, side in blocks.items()},
+        "memory": {name: side[-1].memory for name, side in blocks.items()},
+        "ratio": dataclasses.asdict(turns.ratio(ours, reference, turns.WALL)),
+        "rounds": rounds,
+    }
 
 
 @contextmanager
@@ -174,7 +246,7 @@ def _counted_graphs(backend: str) -> Iterator[list]:
 
 
 class _Look:
-    """Counts what a model is made of when it has been built."""
+    """Counts parameters, and modules of Transformer Engine, when the model has been built."""
 
     def __init__(self) -> None:
         self.te_modules = self.parameters = 0
@@ -189,8 +261,8 @@ class _Look:
 
 
 def _watch(last_step: int, device: str) -> tuple[Any, type[Exception]]:
-    """A callback that profiles the step behind `last_step` and ends the run after it, and what it raises to do so: the
-    end of a run as planned would write a checkpoint."""
+    """A callback that profiles the step after `last_step` and then ends the run, and the exception that it raises to do
+    so: a run that ends as planned writes a checkpoint."""
     from torch.profiler import ProfilerActivity, profile
 
     from mimo_train.training.callbacks import Callback
@@ -220,28 +292,25 @@ def _watch(last_step: int, device: str) -> tuple[Any, type[Exception]]:
 
 
 def heaviest(averages: Any, device: str, count: int = 10) -> list[dict[str, Any]]:
-    """The kernels of a profile that took most of the device's own time; of a CPU its operators."""
+    """The kernels of a profile that took most of the device's time; on a CPU the operators."""
     if device == "cuda":
-        own = [one for one in averages if one.device_type.name == "CUDA" and not one.is_user_annotation]
-        times = [(one.self_device_time_total, one) for one in own]
+        kernels = [each for each in averages if each.device_type.name == "CUDA" and not each.is_user_annotation]
+        times = [(each.self_device_time_total, each) for each in kernels]
     else:
-        times = [(one.self_cpu_time_total, one) for one in averages]
+        times = [(each.self_cpu_time_total, each) for each in averages]
     total = sum(time for time, _ in times)
     times = sorted(times, key=lambda pair: -pair[0])[:count]
-    return [
-        {"name": one.key, "milliseconds": time / 1000, "share": time / total, "calls": one.count} for time, one in times
-    ]
+    return [{"name": each.key, "milliseconds": t / 1000, "share": t / total, "calls": each.count} for t, each in times]
 
 
 def kernel_times(events: Any) -> list[tuple[float, float]]:
-    """When each kernel of a profile began and ended, in microseconds; copies and fills of the device count too."""
-    own = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
-    return [(event.time_range.start, event.time_range.end) for event in own]
+    """(start, end) of each kernel of a profile in microseconds; copies and fills of the device count too."""
+    kernels = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+    return [(event.time_range.start, event.time_range.end) for event in kernels]
 
 
 def idle_share(times: list[tuple[float, float]]) -> float | None:
-    """Share of the time from the first kernel's beginning to the last one's end in which no kernel runs; None without
-    kernels."""
+    """Share of the time between the first kernel's start and the last one's end in which none runs."""
     if not times:
         return None
     times = sorted(times)
@@ -254,15 +323,15 @@ def idle_share(times: list[tuple[float, float]]) -> float | None:
 
 
 def lengths(samples: int, longest: int, varied: bool) -> list[int]:
-    """Characters of each text: `longest`, or drawn from a log-normal distribution with its median at a sixth of that,
-    cut there, as answers to instructions vary: most are short, few are long."""
+    """Characters of each text: `longest`, or drawn from a log-normal distribution with a median of a sixth of that, as
+    answers to instructions vary: most are short, few are long."""
     draw = random.Random(1)
     drawn = [min(longest, max(1, round(longest / 6 * draw.lognormvariate(0, 0.9)))) for _ in range(samples)]
     return drawn if varied else [longest] * samples
 
 
 def write_images(folder: Path, size: int, characters: list[int]) -> Path:
-    """A shard of images of random blots, each with a text of so many characters."""
+    """Write a shard of images of random blots, each with a text of the given number of characters."""
     import numpy
     from PIL import Image
 
