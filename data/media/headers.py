@@ -93,18 +93,21 @@ def parse_header(read: ReadRange, size: int) -> ImageHeader | None:
     Raises MissingLibrary if it is HEIC, and pillow-heif is not installed.
     """
     file = io.BufferedReader(RangeFile(read, size), 4096)
-    head = file.peek(256)[:256]
+    return _parse(file, file.peek(256)[:256], read, size)
+
+
+def parse_header_bytes(raw: bytes) -> ImageHeader | None:
+    """Return `parse_header` of a file in memory."""
+    return _parse(io.BytesIO(raw), raw[:256], reader_of(raw), len(raw))
+
+
+def _parse(file: BinaryIO, head: bytes, read: ReadRange, size: int) -> ImageHeader | None:
     if head[4:8] == b"ftyp" and is_heic(head):
         return _parse_heic(read(size, 0), read, size)
     try:
         return _parse_with_pillow(file, head, read, size)
     except Exception:  # Pillow raises many types for damaged bytes
         return None
-
-
-def parse_header_bytes(raw: bytes) -> ImageHeader | None:
-    """Return `parse_header` of a file in memory."""
-    return parse_header(reader_of(raw), len(raw))
 
 
 def parse_video_header(read: ReadRange, size: int) -> VideoHeader | None:

@@ -47,5 +47,7 @@ def positioned(
         end = learned[0] + 1 if len(learned) else sample.length  # labels are shifted
         return replace(sample, blocks=np.where(np.arange(len(sample.input_ids)) < end, 0, -1))
     types = [token for spec in modules if spec.bidirectional for token in spec.types]
+    if not kinds and not types:
+        return sample
     blocks = blocks_of(sample.input_ids, [*kinds, *types])
     return replace(sample, blocks=blocks) if (blocks >= 0).any() else sample
