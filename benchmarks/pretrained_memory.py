@@ -1,9 +1,10 @@
 """Host memory and time of reading a pretrained model, by rank, against the size of what a rank holds.
 
-    python benchmarks/pretrained_memory.py [--layers 12] [--tp 2]
+    python benchmarks/pretrained_memory.py [--layers 12] [--tp 2] [--fsdp]
 
 A Llama of random weights is written as safetensors, and read by as many ranks as `--tp`, over gloo on the CPU. Peak
-memory is the kernel's (VmHWM), reset before the weights are read, above what the process had then.
+memory is the kernel's (VmHWM), reset before the weights are read, above what the process had then; with `--fsdp`, where
+ranks share the class of transformers, reset before the model is built.
 """
 
 import argparse
@@ -55,16 +56,24 @@ def read_model(cfg) -> dict[str, float]:
     from mimo_train.hf.load import load_pretrained
     from mimo_train.layout.run import resolve
     from mimo_train.models.parameters import global_names
+    from mimo_train.models.sharding import shard_of
     from mimo_train.training.step.pipeline import build_parts, start_processes
 
-    run = resolve(cfg)
-    parts = build_parts(run, *start_processes(cfg), undrawn=parts_there(cfg))
+    run, place = resolve(cfg), start_processes(cfg)
+    before = _reset_peak()
+    parts = build_parts(run, *place, undrawn=parts_there(cfg))
     pipeline = parts.pipeline
-    held = sum(value.nbytes for chunk in pipeline.model for value in global_names(chunk).values())
-    Path("/proc/self/clear_refs").write_text("5")
-    before, start = _peak(), time.perf_counter()
+    held = sum(shard_of(value)[0].nbytes for chunk in pipeline.model for value in global_names(chunk).values())
+    start = time.perf_counter()
+    if not cfg.language.layout.fsdp:
+        before = _reset_peak()
     load_pretrained(cfg, pipeline.model, pipeline.groups, embedding_rows(cfg.llm, parts.tokenizer.vocab_size))
     return {"held": held / MIB, "peak": (_peak() - before) / MIB, "seconds": time.perf_counter() - start}
+
+
+def _reset_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
 
 
 def _peak() -> int:
@@ -78,17 +87,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = write_model(folder, args.layers)
+        layout = [f"modules.language.layout.tp={args.tp}"]
+        if args.fsdp:
+            layout = [f"modules.language.layout.dp={args.tp}", "modules.language.layout.fsdp=true",
+                      "modules.language.implementation=transformers", "train.micro_batch_size=1"]  # fmt: skip
         cfg = load(
             "gpt_tiny",
-            [f"modules.language.pretrained={folder}", f"modules.language.layout.tp={args.tp}", f"run.dir={folder}/run",
+            [f"modules.language.pretrained={folder}", *layout, f"run.dir={folder}/run", "data.tokenizer=bytes",
              "data.demo=", "data.shards=none", "data.validation_shards=", "optim.distributed_optimizer=false"],
         )  # fmt: skip
         largest = CONFIG["vocab_size"] * CONFIG["hidden_size"] * 4 / MIB
-        print(f"{size / MIB:.0f} MiB of weights, largest tensor {largest:.0f} MiB, tp {args.tp}")
+        print(f"{size / MIB:.0f} MiB of weights, largest tensor {largest:.0f} MiB, {' '.join(layout)}")
         for rank, found in enumerate(run_ranks(read_model, args.tp, cfg)):
             bound = 1.1 * (found["held"] + largest)
             print(

@@ -21,7 +21,8 @@ from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part
 from mimo_train.config.errors import UserError
 from mimo_train.models.parameters import modules_of, tensor_names
-from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.models.sharding import ShardedModule, shard_of
+from mimo_train.optim.module_optimizer import ModuleOptimizer, ShardOptimizer
 
 METADATA = {"singleton_local_shards": False}
 """Metadata with which Megatron-Core returns sharded state dicts."""
@@ -68,6 +69,9 @@ def shards_of_model(model: list[MegatronModule]) -> list[LocalShard]:
 def shards_of_module(module: str, chunk: MegatronModule) -> Iterator[LocalShard]:
     """Yield the tensors of a module's model chunk. Raises UserError if a layer has a state that is not a tensor."""
     names, inner = tensor_names(chunk), unwrap_model(chunk)
+    if isinstance(chunk, ShardedModule):
+        yield from _rows_of_module(module, chunk)
+        return
     groups = getattr(inner, "pg_collection", None)
     # As in `MimoModel`: without it a plain GPT would look up Megatron-Core's global state.
     metadata = METADATA if groups is None else METADATA | {"dp_cp_group": groups.dp_cp}
@@ -76,6 +80,20 @@ def shards_of_module(module: str, chunk: MegatronModule) -> Iterator[LocalShard]
             _require_empty(module, sharded)
         elif isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data is not None:
             yield _shard(module, names[id(sharded.data)], sharded)
+
+
+def _rows_of_module(module: str, chunk: ShardedModule) -> Iterator[LocalShard]:
+    """Yield the tensors of a sharded module: rows of parameters, buffers as replicas."""
+    state = unwrap_model(chunk).state_dict(keep_vars=True)  # puts torch's shards in place
+    names = tensor_names(chunk)
+    for tensor in {id(value): value for value in state.values()}.values():
+        name, shape = names[id(tensor)], tuple(tensor.shape)
+        local, rows = shard_of(tensor)
+        first = rows.ranges(len(tensor))[0][0] if rows else 0
+        span = Span(shape, (first, *(0 for _ in shape[1:])) if shape else (), tuple(local.shape), 0, local.numel())
+        replica = (0, 0, 0) if rows else (0, 0, chunk.group.rank())
+        if local.numel():
+            yield LocalShard(module, name, chunk.shards.get(tensor, tensor), ((0, span),), replica)
 
 
 def _require_empty(module: str, sharded: ShardedObject) -> None:
@@ -134,6 +152,7 @@ def optimizer_shards(optimizer: MegatronOptimizer) -> Iterator[OptimizerShard]:
     if optimizer.is_stub_optimizer:
         return
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    is_cut = isinstance(optimizer, ShardOptimizer)
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, sharded in _ranges(optimizer):
             states = optimizer._get_main_param_and_optimizer_states(parameter)
@@ -144,7 +163,7 @@ def optimizer_shards(optimizer: MegatronOptimizer) -> Iterator[OptimizerShard]:
         main = getattr(parameter, "main_param", parameter)
         state = optimizer.optimizer.state[main]
         values = {WEIGHT: main, **{key: state[key] for key in MOMENTS}}
-        yield OptimizerShard(parameter, 0, parameter.numel(), _flat(values), is_cut=False)
+        yield OptimizerShard(parameter, 0, parameter.numel(), _flat(values), is_cut=is_cut)
 
 
 def _flat(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

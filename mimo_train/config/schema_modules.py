@@ -37,6 +37,9 @@ class LayoutConfig(Section):
     """Model chunks per stage (interleaved schedule), for a language model without encoders."""
     sp: bool = False
     """Sequence parallel. Needs `tp` above 1, which must divide the tokens of an image inside the encoder."""
+    fsdp: bool = False
+    """Shard parameters over the `dp` ranks too (FSDP), for classes of transformers as they are. See
+    docs/layouts.md#fsdp."""
 
     def faults(self, prefix: str) -> Iterator[Fault]:
         """Yield invalid values."""

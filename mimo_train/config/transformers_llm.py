@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from encoders.errors import EncoderError
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
+
+if TYPE_CHECKING:
+    from encoders.transformers_media.tensors import Tensors
 
 NOT_SAVED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
 """Keys of a config.json that say how it was saved, or name code to load."""
@@ -142,13 +145,21 @@ def parameters_of(model_config: Mapping[str, Any]) -> "Parameters":
 
 def unlike(model_config: Mapping[str, Any], files: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return what a directory with tensors of these shapes lacks of a model. Raises Unsupported."""
+    return tensors_of_class(model_config).unlike(files)
+
+
+def tensors_of_class(model_config: Mapping[str, Any]) -> "Tensors":
+    """Return the names of a model's parameters and saved buffers, in memory and in directories. Raises Unsupported."""
     import torch
 
     from encoders.transformers_media.tensors import Tensors
 
     config = transformers_config(model_config)
     with torch.device("meta"):
-        return Tensors(alone(class_of(config)._from_config(config))).unlike(files)
+        model = alone(class_of(config)._from_config(config))
+    tensors = Tensors(model)
+    tensors.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 
 from mimo_train.models.parameters import gathered, modules_of
+from mimo_train.models.sharding import ShardedModule
 from mimo_train.parallel import device
 
 SPIKE = 10.0
@@ -136,6 +137,8 @@ def _equal_on_replicas(chunk: torch.nn.Module) -> bool:
     Megatron-Core 0.19.2's comparison (utils.py:891) takes the ranks from its global state: one module only, and no
     context-parallel ranks.
     """
+    if isinstance(chunk, ShardedModule):
+        return True  # no rank has a copy
     pgs, equal = get_attr_wrapped_model(chunk, "pg_collection"), True
     for is_expert, replicas in ((False, pgs.dp_cp), (True, pgs.expt_dp)):
         weights = [weight for weight in chunk.parameters() if getattr(weight, "allreduce", True) != is_expert]

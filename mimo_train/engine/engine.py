@@ -78,6 +78,9 @@ class Engine:
         if getattr(cfg.llm, "is_balanced", False):
             text = "has output_router_logits, a loss that an engine does not have. Set it to false in config.json"
             raise ConfigError([Fault(f"modules.{LANGUAGE}.llm.model_config", text)])
+        for name in [name for name, module in cfg.modules.items() if module.layout.fsdp]:
+            text = "is true, and an engine generates and hands over weights with whole replicas. Set it to false"
+            raise ConfigError([Fault(f"modules.{name}.layout.fsdp", text)])
         run = started_run(cfg)
         require_none_idle(run)
         with ExitStack() as stack:

@@ -14,6 +14,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows
+from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
 from mimo_train.layout.ranks import layers_of_stage, pipeline_stages, stage_layers, stages_to_end
@@ -105,13 +106,18 @@ def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sampl
     counts = module_parameters(cfg, name, vocab, **sizes)
     experts = counts.pop("experts", ParameterCount(0, 0))
     dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
-    memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
+    memory, gathered = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1), 0
+    if module.fsdp:
+        shards = sharded_bytes(cfg, name, dense, module.dp)
+        memory, gathered = Memory(shards.weights, shards.gradients, shards.optimizer), shards.gathered
     memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
     copies = {"tp": module.tp, "stages": module.pp, "vpp": module.vpp, "ep": module.ep, "etp": module.etp}
     memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, **copies))
     if name == LANGUAGE:
-        return memory + _language_activations(run, stage, vocab)
-    return memory + _encoder_activations(run, name, stage, media_per_sample)
+        memory += _language_activations(run, stage, vocab)
+    else:
+        memory += _encoder_activations(run, name, stage, media_per_sample)
+    return replace(memory, work=memory.work + gathered)
 
 
 def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:

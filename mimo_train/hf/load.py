@@ -8,9 +8,10 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from encoders.weight_map import WeightMap
 from mimo_train.config.parts import LANGUAGE, is_adapter
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.transformers_llm import TransformersLlm
+from mimo_train.config.transformers_llm import TransformersLlm, TransformersSizes, tensors_of_class
 from mimo_train.hf.adapters import start_adapter, start_places
 from mimo_train.hf.fill import Reader
 from mimo_train.hf.matching import require_no_others
@@ -18,6 +19,7 @@ from mimo_train.hf.parts import pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
 from mimo_train.models.lora import load_adapters, start_magnitudes
 from mimo_train.models.parameters import Cut, global_names, modules_of, router_biases
+from mimo_train.models.sharding import ShardedModule, shard_of
 from mimo_train.parallel.collectives import agreed
 from mimo_train.parallel.groups import RunGroups
 
@@ -39,14 +41,17 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         parts = pretrained_parts(cfg, rows)
         as_is = cfg.language.pretrained if isinstance(cfg.language.llm, TransformersLlm) else ""
         for chunk in chunks_of.get(LANGUAGE, ()) if as_is else ():
-            unwrap_model(chunk).load_weights(as_is, f"modules.{LANGUAGE}.pretrained")
+            if not (isinstance(chunk, ShardedModule) and _reads_rows(cfg, chunk)):
+                unwrap_model(chunk).load_weights(as_is, f"modules.{LANGUAGE}.pretrained")
         folders = {part.folder: TensorFolder(part.folder, part.key) for part in parts}
         readers = [(part, Reader(folders[part.folder], part.weights, part.key, cfg.run.seed)) for part in parts]
         for part, reader in readers:
             if part.module in chunks_of:
-                parameters = dict(_parameters(chunks_of[part.module], part.begins))
-                cuts = {name: _cut(value, groups, part.module) for name, value in parameters.items()}
-                reader.fill(parameters, cuts)
+                local = {
+                    name: (*shard_of(value), value) for name, value in _parameters(chunks_of[part.module], part.begins)
+                }
+                cuts = {name: rows or _cut(value, groups, part.module) for name, (_, rows, value) in local.items()}
+                reader.fill({name: shard for name, (shard, *_) in local.items() if shard.numel()}, cuts)
         require_no_others(readers)
         if dist.get_rank() == 0:
             for _, reader in readers:
@@ -82,6 +87,29 @@ def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows:
             if name in chunks_of:
                 load_adapters([unwrap_model(chunk) for chunk in chunks_of[name]], adapters)
     return bool(folders)
+
+
+def _reads_rows(cfg: ConfigContainer, chunk: ShardedModule) -> bool:
+    """Fill the shards of a language model of transformers as it is, and read nothing else. Return False if that is not
+    possible: the class converts columns of tensors, or its vocabulary has rows that the directory lacks."""
+    key, sizes = f"modules.{LANGUAGE}.pretrained", cfg.llm
+    assert isinstance(sizes, TransformersSizes)
+    if sizes.vocab_size != sizes.stored_vocab_size:
+        return False
+    tensors = tensors_of_class(sizes.model_config)
+    folder = TensorFolder(Path(cfg.language.pretrained), key)
+    rules = {rule.ours: rule for rule in tensors.rules({name: each.shape for name, each in folder.tensors.items()})}
+    state = unwrap_model(chunk).model.state_dict(keep_vars=True)
+    read = {id(value): name for name, value in state.items() if name in rules}
+    if any(id(value) not in read for name, value in state.items() if not is_adapter(name)):
+        return False
+    local = {name: shard_of(state[name]) for name in read.values()}
+    reader = Reader(folder, WeightMap(tuple(rules[name] for name in local)), key)
+    reader.fill(
+        {name: shard for name, (shard, _) in local.items() if shard.numel()},
+        {name: rows or Cut() for name, (_, rows) in local.items()},
+    )
+    return True
 
 
 def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str, torch.Tensor]]:

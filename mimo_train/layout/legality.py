@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from data.text_format import plural
 from encoders.base import joint_faults
 from encoders.plain.spec import PlainSpec
+from encoders.transformers_media.spec import ProcessorSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import value_faults
 from mimo_train.config.llm_spec import LlmSpec
@@ -50,6 +51,27 @@ def as_is_faults(layout: LayoutConfig, key: str) -> Iterator[Fault]:
                 f"is {size}, but a language model of transformers as it is (implementation transformers) is data "
                 f"parallel only. Set {axis}=1 and raise dp, or choose a family that is native (docs/models.md)",
             )
+
+
+def fsdp_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
+    """Yield faults of `layout.fsdp`; `key`: of the module."""
+    if not module.layout.fsdp:
+        return
+    place = f"{key}.layout.fsdp"
+    if not isinstance(module.llm or module.encoder, TransformersLlm | ProcessorSpec):
+        yield Fault(
+            place,
+            "is true, which requires a class of transformers as it is (implementation transformers). Set it to false, "
+            "and tp, pp or ep to divide the weights",
+        )
+    if module.lora.dora:
+        yield Fault(
+            place, f"is true, and the magnitudes of {key}.lora.dora need whole weights. Set one of them to false"
+        )
+    for name in ("feature_cache.dir", "prefetch_microbatches"):
+        section, _, field = name.rpartition(".")
+        if getattr(getattr(module, section) if section else module, field):
+            yield Fault(place, f"is true, and {key}.{name} computes features apart from a step. Remove one of them")
 
 
 def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
@@ -224,6 +246,7 @@ def module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
     yield from wrong_spec
     if wrong_spec:
         return
+    yield from fsdp_faults(module, prefix)
     if isinstance(module.llm, TransformersLlm):
         yield from as_is_faults(layout, prefix)
     elif module.llm:

@@ -30,6 +30,8 @@ class ModuleLayout:
     first_rank: int
     etp: int = 1
     vpp: int = 1
+    fsdp: bool = False
+    """True if data-parallel ranks share the parameters."""
     balance: str = "samples"
     """The quantity that is balanced over an encoder's replicas: samples or patches."""
 
@@ -59,7 +61,7 @@ class ModuleLayout:
 
     def __str__(self) -> str:
         sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return " ".join(sizes + (["sp"] if self.sp else [])) or "one rank"
+        return " ".join(sizes + [name for name in ("sp", "fsdp") if getattr(self, name)]) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def lay_out(cfg: ConfigContainer) -> RunLayout:
             first_rank=placement.first_ranks[name],
             etp=sizes.etp,
             vpp=sizes.vpp,
+            fsdp=sizes.fsdp and sizes.dp > 1,
             balance=module.balance,
         )
     edges = tuple(

@@ -35,6 +35,7 @@ from mimo_train.models.lora import freeze_base, start_magnitudes
 from mimo_train.models.mimo import PlacedMimoModel
 from mimo_train.models.norms import norm_class
 from mimo_train.models.parameters import drawn_in_parts, modules_of
+from mimo_train.models.sharding import ShardedModule
 from mimo_train.models.transformer_config import encoder_config, language_config, projector_config, resampler_config
 from mimo_train.parallel.groups import RunGroups
 
@@ -83,12 +84,14 @@ def build_model(
     with warnings.catch_warnings(), drawn_in_parts():
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
         if not cfg.encoders:
-            chunks = [spec.module(**spec.params).to(device) for spec in language_specs]
+            chunks = [spec.module(**spec.params) for spec in language_specs]
+            if not layout.language.fsdp:
+                chunks = [chunk.to(device) for chunk in chunks]
             _prepare_for_training(chunks, cfg, LANGUAGE)
             chunks = pre_wrap_hook(chunks) if pre_wrap_hook else chunks
             freeze(chunks, cfg.language.freeze, f"modules.{LANGUAGE}.freeze", groups.collections[LANGUAGE].pp)
             compile_layers(chunks, cfg, LANGUAGE, device.type)
-            return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
+            return [_wrap(chunk, groups, LANGUAGE, cfg, layout) for chunk in chunks]
         (language_spec,) = language_specs
         language = groups.collections.get(LANGUAGE)
         model = PlacedMimoModel(
@@ -104,8 +107,9 @@ def build_model(
             tp_group=language.tp if language else None,
         )
     model.model_type = ModelType.encoder_or_decoder
-    model.to(device)
     for name, chunks in modules_of([model]).items():
+        for chunk in chunks if not layout.modules[name].fsdp else ():
+            chunk.to(device)
         _prepare_for_training(chunks, cfg, name)
     if pre_wrap_hook and model.language_model is not None:
         (model.language_model,) = pre_wrap_hook([model.language_model])
@@ -113,7 +117,7 @@ def build_model(
         _tell_tensor_parallel_group(module, groups.collections[name].tp)
         freeze([module], cfg.modules[name].freeze, f"modules.{name}.freeze", groups.collections[name].pp)
         compile_layers([module], cfg, name, device.type)
-        wrapped = _wrap(module, groups, name, cfg)
+        wrapped = _wrap(module, groups, name, cfg, layout)
         if name == LANGUAGE:
             model.language_model = wrapped
         else:
@@ -249,8 +253,16 @@ def _encoder_spec(
     )
 
 
-def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> DistributedDataParallel:
+def _wrap(
+    module: MegatronModule,
+    groups: RunGroups,
+    name: str,
+    cfg: ConfigContainer,
+    layout: RunLayout,
+) -> DistributedDataParallel | ShardedModule:
     config = module.config if name == LANGUAGE else module.encoders[name].config
+    if layout.modules[name].fsdp:
+        return ShardedModule(config, module, groups.collections[name].dp_cp, f"modules.{name}")
     # Overlap requires a gradient of every parameter in every microbatch, on all replicas. An encoder does not run for a
     # text-only microbatch, and frozen parameters get no gradient.
     overlap = name == LANGUAGE and not cfg.modules[name].freeze_until

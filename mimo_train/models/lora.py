@@ -50,6 +50,7 @@ from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.layout.adapters import WHOLE, AdaptedLinear, Linear
 from mimo_train.models.parameters import Cut, global_names, mark, seed_for
+from mimo_train.models.sharding import copy_whole
 
 
 class FusedRows:
@@ -356,7 +357,7 @@ def load_adapters(chunks: list[torch.nn.Module], adapters: Mapping[str, torch.Te
                         f"{name} has shape {tuple(adapters[name].shape)} among the adapters to load, and its part here "
                         f"{tuple(part.shape)}, not {tuple(parameter.shape)}"
                     )
-                parameter.copy_(part)
+                copy_whole(parameter, part)
 
 
 def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:

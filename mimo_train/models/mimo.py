@@ -185,7 +185,9 @@ class PlacedMimoModel(MimoModel):
             if stage and hidden_states is not None and not shapes.stage_needs_gradient(name, stage - 1):
                 hidden_states = hidden_states.detach()
             output = submodule(encoder_inputs=inputs.get(name), hidden_states=hidden_states)
-            output = self._empty_encoder_output(name) if output is None else output
+            if output is None or output.dim() == 1:  # no media; see `sharding._Root`
+                empty = self._empty_encoder_output(name)
+                output = empty if output is None else empty + output.sum()
             last = self.role.is_last_stage(name)
             needed = shapes.features_need_gradient(name) if last else shapes.stage_needs_gradient(name, stage)
             outputs[name] = output if needed else output.detach()

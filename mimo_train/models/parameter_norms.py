@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.cpu.kernels import norm_blocks
 from mimo_train.models.parameters import global_names, modules_of
+from mimo_train.models.sharding import ShardedModule
 from mimo_train.parallel import device
 
 PREFIX = "l2_norm/grad"
@@ -87,6 +88,10 @@ def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
 
 def _counted(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter, slice | None]]:
     """Yield (name in the whole model, parameter, flat elements that this rank counts or None)."""
+    if isinstance(chunk, ShardedModule):
+        for name, param in global_names(chunk).items():
+            yield name, chunk.shards[param], slice(None)
+        return
     slices, pgs = _slices(chunk), unwrap_model(chunk).pg_collection
     for name, param in global_names(chunk).items():
         is_expert = not getattr(param, "allreduce", True)

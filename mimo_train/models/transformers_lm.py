@@ -5,7 +5,7 @@ Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabu
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -34,6 +34,7 @@ from mimo_train.models.language_model import spread
 from mimo_train.models.lora import Adaptable, start_magnitudes
 from mimo_train.models.parameters import seed_for
 from mimo_train.models.probe import Probe, only_at
+from mimo_train.models.sharding import copy_whole
 
 LISTED = 3
 """Maximum number of names in a message."""
@@ -81,6 +82,7 @@ class TransformersLanguageModel(MegatronModule):
         self.learned_N: torch.Tensor | None = None
         self.lesson: Lesson | None = None
         self.padding_BS: torch.Tensor | None = None
+        self.embedded_SBH: torch.Tensor | None = None
         self.deepstack_LSBH: torch.Tensor | None = None
         self.trained_logits = 0
         sizes: TransformersSizes = config.llm
@@ -131,8 +133,13 @@ class TransformersLanguageModel(MegatronModule):
         learned, self.learned_N = self.learned_N, None
         lesson, self.lesson = self.lesson, None
         padding, self.padding_BS = self.padding_BS, None
+        embedded, self.embedded_SBH = self.embedded_SBH, None
+        decoder_input = embedded if decoder_input is None else decoder_input
         packed, (batch, length) = packed_seq_params is not None, position_ids.shape[-2:]
-        self._probe.require_independence(packed, length if inference_context is None else 1)
+        probed = length if inference_context is None else 1
+        if self.embedding.gather is not None:
+            probed = self.max_sequence_length  # ranks that share the weights must run alike
+        self._probe.require_independence(packed, probed)
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if decoder_input is not None:
             inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}
@@ -222,8 +229,10 @@ class TransformersLanguageModel(MegatronModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.init_seed)
             self._resize(alone(loaded))
-        with torch.no_grad():
-            self.model.load_state_dict(loaded.state_dict(), strict=False)  # without adapters
+        values = loaded.state_dict()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if name in values:  # adapters are not
+                copy_whole(tensor, values[name])
         start_magnitudes(self)
 
     def sharded_state_dict(
@@ -315,10 +324,13 @@ class _Embedding:
 
     def __init__(self, table: torch.nn.Embedding):
         self.word_embeddings, self.input_ids = table, torch.empty(0)
+        self.gather: Callable[[], object] | None = None
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings [S, B, H] of `input_ids` [B, S], and keep these for the next pass."""
         self.input_ids = input_ids
+        if self.gather is not None:
+            self.gather()
         return self.word_embeddings(input_ids).transpose(0, 1)
 
 

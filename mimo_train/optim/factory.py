@@ -1,5 +1,7 @@
 """Builds one Megatron-Core optimizer per module under one `ModuleOptimizer`."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.optimizer import ModuleOptimizerInfo
@@ -20,8 +22,9 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_train import OptimConfig
 from mimo_train.models.freeze import release_steps
 from mimo_train.models.parameters import modules_of
+from mimo_train.models.sharding import ShardedModule
 from mimo_train.optim import adam
-from mimo_train.optim.module_optimizer import RELEASE, ModuleOptimizer
+from mimo_train.optim.module_optimizer import RELEASE, ModuleOptimizer, update_shards
 from mimo_train.optim.schedules import is_frozen, module_optim
 from mimo_train.parallel import device
 from mimo_train.parallel.groups import RunGroups
@@ -49,6 +52,10 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         if trained and name in local_modules:
             assert pgs is not None, name
             config = _optimizer_config(cfg, module_optim(cfg, name))
+            if isinstance(local_modules[name][0], ShardedModule):
+                config = replace(
+                    config, fp16=False, bf16=False, use_distributed_optimizer=False, overlap_param_gather=False
+                )
             key = f"modules.{name}.freeze_until"
             releases |= release_steps(local_modules[name], cfg.modules[name].freeze_until, key, pgs.pp)
             optimizer = get_megatron_optimizer(
@@ -59,6 +66,9 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
                 use_gloo_process_groups=False,
             )
             _order_float32_first(optimizer)
+            for chunk in local_modules[name]:
+                if isinstance(chunk, ShardedModule):
+                    update_shards(optimizer, chunk)
         else:
             _join_gathering_of_groups()
         infos[name] = ModuleOptimizerInfo(optimizer, grid, _replica_groups(pgs), is_active=optimizer is not None)

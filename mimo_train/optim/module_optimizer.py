@@ -14,10 +14,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.models.parameter_norms import squares_of
+from mimo_train.models.sharding import ShardedModule
 from mimo_train.optim.adam import GroupStepAdamW
 
 _LEAST_NORM = 1e-6
@@ -58,7 +59,7 @@ class ModuleOptimizer(MimoOptimizer):
         *,
         clip_grads: dict[str, float | None],
         grad_scaler: MegatronGradScaler | None,
-        chunks: list[DistributedDataParallel],
+        chunks: list[DistributedDataParallel | ShardedModule],
         releases: dict[torch.nn.Parameter, int],
         device: torch.device,
     ):
@@ -228,7 +229,7 @@ class ModuleOptimizer(MimoOptimizer):
             info, gradients = self.module_infos[name], []
             for optimizer in self.inner(info):
                 # All shards count; gradients that replicas hold whole count on the first replica.
-                if not self.config.use_distributed_optimizer:
+                if not (self.config.use_distributed_optimizer or isinstance(optimizer, ShardOptimizer)):
                     are_experts = any(group["is_expert_parallel"] for group in optimizer.param_groups)
                     if (info.pg_collection.expt_dp if are_experts else info.pg_collection.dp_cp).rank():
                         continue
@@ -247,6 +248,22 @@ class ModuleOptimizer(MimoOptimizer):
             for chunk in self._overlapping:
                 stack.enter_context(chunk.no_sync())
             yield
+
+
+class ShardOptimizer(FP32Optimizer):
+    """Updates this rank's shards of the parameters of a `ShardedModule`."""
+
+
+def update_shards(optimizer: ChainedOptimizer, chunk: ShardedModule) -> None:
+    """Let Megatron-Core's optimizers of a sharded module update its shards, which are plain tensors. Those without
+    elements on this rank are left out."""
+    for number, inner in enumerate(optimizer.chained_optimizers):
+        for group in inner.param_groups:
+            shards = [chunk.shards[parameter] for parameter in group["params"]]
+            group["params"] = [shard for shard in shards if shard.numel()]
+        sharded = ShardOptimizer(inner.optimizer, inner.config, inner.init_state_fn)
+        sharded.tp_group = inner.tp_group
+        optimizer.chained_optimizers[number] = sharded
 
 
 def on_host(numbers: torch.Tensor) -> list[float]:

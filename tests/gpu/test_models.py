@@ -13,8 +13,10 @@ from tests.dist.models.media_models import AS_IS, STEPS
 from tests.dist.models.media_models import make as make_media
 from tests.dist.models.test_composites import composed
 from tests.dist.models.test_language_families import PROMPT, RUN, compute
+from tests.dist.models.test_media_half import LAYOUTS
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
+from tests.dist.steps import whole
 
 CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
@@ -100,3 +102,12 @@ def losses_and_norms(cfg) -> list[tuple]:
     curve = steps.train(cfg.train.iters)
     steps.save()
     return curve
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_shards_on_two_devices_learn_as_in_transformers(tmp_path):
+    (expected,) = run_ranks(make_media, 1, tmp_path, AS_IS)
+    overrides = [f"train.iters={STEPS}", "data.sequence_length=300", *LAYOUTS["fsdp2"]]
+    ranks = run_ranks(losses_and_norms, 2, composed(tmp_path, tmp_path / "run", *overrides))
+    curve = [(loss, norm) for _, loss, norm in whole(ranks)]
+    assert np.array(curve) == pytest.approx(np.array(expected["curve"]), rel=1e-3)

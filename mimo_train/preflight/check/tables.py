@@ -14,6 +14,7 @@ from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.estimate.flops import module_work
 from mimo_train.estimate.memory import GIB, Memory, mask_bytes, rank_memory, run_memory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
+from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.launch.start import launch_of, processes_per_node
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.kernels import fp8_text, torch_layers_because
@@ -68,6 +69,7 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         f"an estimate, without workspaces, buffers of NCCL and the CUDA context; {cfg.train.precision}, "
         f"recompute {', '.join([cfg.train.recompute, *recompute])}"
     ]
+    notes += [text for name in cfg.modules if (text := _sharding_text(run, name, vocab or 0))]
     if in_fp8 := fp8_text(cfg):
         notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
     if mask := mask_bytes(cfg):
@@ -93,6 +95,23 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
             f"{least / GIB:.1f} GiB; give the fuller module more ranks "
             "(modules.*.layout), or let modules share ranks (placement.mode=shared)"
         )
+
+
+def _sharding_text(run: Run, name: str, vocab: int) -> str:
+    """Return what a sharded module gathers and reduces; empty for another module."""
+    layout = run.layout.modules[name]
+    if not layout.fsdp:
+        return ""
+    count = sum(module_parameters(run.cfg, name, vocab).values(), ParameterCount(0, 0))
+    shards = sharded_bytes(run.cfg, name, count, layout.dp)
+    when = "nothing is trained"
+    if count.trainable:
+        when = f"gradients are reduced {'once a step' if shards.reduces_once else 'in every microbatch'}"
+    whole = "layers are" if name == LANGUAGE else "the encoder is"
+    return (
+        f"{name}: sharded over {layout.dp} ranks (fsdp); {whole} gathered to compute, in {shards.gathered / GIB:.3f} "
+        f"GiB of work; {when}"
+    )
 
 
 def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:

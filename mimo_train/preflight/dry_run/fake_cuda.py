@@ -247,6 +247,7 @@ def install(counts: Counts) -> CudaNames:
         replacements[name] = _nothing
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
+    torch.accelerator.current_stream = replacements["current_stream"]
     import torch.cuda.random as generators
 
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "current_device", "_lazy_init"):

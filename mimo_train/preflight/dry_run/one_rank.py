@@ -233,10 +233,12 @@ def _by_line(waits: Counter[tuple[str, str]]) -> dict[str, int]:
 
 def _buffers(model: list) -> Iterator[Any]:
     from mimo_train.models.parameters import modules_of
+    from mimo_train.models.sharding import ShardedModule
 
     for chunks in modules_of(model).values():
         for chunk in chunks:
-            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+            if not isinstance(chunk, ShardedModule):
+                yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
 def _states(optimizer: Any) -> Iterator[torch.Tensor]:

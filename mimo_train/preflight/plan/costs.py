@@ -14,6 +14,7 @@ from mimo_train.estimate.activations import BYTES
 from mimo_train.estimate.devices import Links
 from mimo_train.estimate.flops import Work, module_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters
+from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.layout.ranks import layers_of_stage
 from mimo_train.models.blocks.attention.spec import Attention
 from mimo_train.models.blocks.base import Layer, Share
@@ -72,7 +73,8 @@ class Costs:
                 layers = layers_of_stage(llm.num_layers, stage, layout.pp)
                 seconds = self._seconds(work, recompute, samples / (layout.tp * cp), layers, kept)
                 again = forward * layers if recompute == "full" else 0.0
-                messages = forward * layers, backward * layers * (seconds[1] > 0) + again
+                ahead, back = self._gathering(LANGUAGE, layout, *seconds)
+                messages = forward * layers + ahead, backward * layers * (seconds[1] > 0) + again + back
                 cached[key] = StageCost(
                     *seconds, *messages, *self._tail(LANGUAGE, layout, stage, distributed_optimizer)
                 )
@@ -100,7 +102,8 @@ class Costs:
             work = self._work(name, recompute, stage, layout.pp, 1)
             layers_here = 1 if plain else layers_of_stage(max(part.built_layers for part in parts), stage, layout.pp)
             seconds = self._seconds(work, recompute, samples / layout.tp, layers_here, kept)
-            messages = each * layers_here, each * layers_here * (work.matmuls_back > 0)
+            ahead, back = self._gathering(name, layout, *seconds)
+            messages = each * layers_here + ahead, each * layers_here * (work.matmuls_back > 0) + back
             costs.append(StageCost(*seconds, *messages, *self._tail(name, layout, stage, distributed_optimizer)))
         return costs
 
@@ -131,6 +134,18 @@ class Costs:
             forward, backward = forward + dealt, backward + dealt
         return forward, backward
 
+    def _gathering(self, name: str, layout: LayoutConfig, forward: float, backward: float) -> tuple[float, float]:
+        """Return the seconds (in forward, in backward) that a sharded module waits for its weights, and for the
+        reduction of its gradients. Layers are gathered while others compute."""
+        if not layout.fsdp:
+            return 0.0, 0.0
+        count, _ = self._parameters(name, 1, 1, 1, 1, 1, 0)
+        lanes = min(self._links.node, layout.dp)
+        gather = self._links.gather(count.total * self._size, layout.dp, layout.dp, lanes)
+        once = sharded_bytes(self._cfg, name, count, layout.dp).reduces_once
+        scatter = 0.0 if once else self._links.gather(count.trainable * _GRADIENT, layout.dp, layout.dp, lanes)
+        return max(0.0, gather - forward), max(0.0, gather + scatter - backward) if backward else 0.0
+
     def _seconds(self, work: Work, recompute: str, share: float, layers: int, kept: float) -> tuple[float, float]:
         """Return the compute seconds, forward and backward; `share`: samples divided by the ranks that share them."""
         has_gradients = work.matmuls_back + work.attention_back > 0
@@ -152,7 +167,7 @@ class Costs:
     def _tail(self, name: str, layout: LayoutConfig, stage: int, distributed_optimizer: bool) -> tuple[float, float]:
         """Return the seconds of (reduction of gradients, update with the all-gather of weights)."""
         dense, experts = self._parameters(name, layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, stage)
-        inner = layout.tp * layout.cp
+        inner, divided = layout.tp * layout.cp, distributed_optimizer or layout.fsdp
         replicas, of_experts = layout.dp * layout.cp, inner * layout.dp // (layout.ep * layout.etp)
         gradients = update = 0.0
         for count, ranks in ((dense, replicas), (experts, of_experts)):
@@ -161,10 +176,11 @@ class Costs:
             span, lanes = inner * layout.dp, max(1, min(self._links.node // inner, ranks))
             scatter = self._links.gather(count.trainable * _GRADIENT, ranks, span, lanes)
             gathered = self._links.gather(count.trainable * self._size, ranks, span, lanes)
-            gradients += scatter if distributed_optimizer else 2 * scatter
-            touched = count.trainable * _STEP / (ranks if distributed_optimizer else 1)
+            if not layout.fsdp:  # which gathers and reduces in every microbatch
+                gradients += scatter if distributed_optimizer else 2 * scatter
+                update += gathered if distributed_optimizer else 0.0
+            touched = count.trainable * _STEP / (ranks if divided else 1)
             update += touched / (self._links.device.traffic * devices.TRAFFIC)
-            update += gathered if distributed_optimizer else 0.0
         return gradients, update
 
     def _work_of(self, name: str, recompute: str, stage: int, stages: int, chunks: int) -> Work:

@@ -14,8 +14,9 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.config.transformers_llm import TransformersSizes
 from mimo_train.layout.batch import Batch, sequence_faults
-from mimo_train.layout.legality import encoder_faults, language_faults, projector_faults
+from mimo_train.layout.legality import encoder_faults, fsdp_faults, language_faults, projector_faults
 from mimo_train.preflight.plan.candidate import Candidate, ranks_of
 
 MOST_CP, MOST_CHUNKS, MOST_STAGES_OF_ENCODER = 16, 8, 8
@@ -42,6 +43,8 @@ class Space:
         options = [*product(self.recomputes(), optimizers)]
         for tp, pp, cp in product(_divisors(self._node), range(1, cfg.llm.num_layers + 1), _powers(MOST_CP)):
             ranks = tp * pp * cp
+            if isinstance(cfg.llm, TransformersSizes) and ranks > 1:
+                break  # data parallel only
             if ranks > self._gpus or (cp > 1 and cp * _LEAST_PART > length) or not self._is_tried(pp):
                 continue
             # Sequence parallel is better where it can split the sequence.
@@ -52,7 +55,11 @@ class Space:
                 for dp in _divisors(batch // micro):
                     if ranks * dp > self._gpus or any(size % (micro * dp) for size in self._sizes):
                         continue
-                    for layout in self._with_experts_and_chunks(LayoutConfig(tp, pp, dp, cp, sp=sps[0]), micro):
+                    whole = LayoutConfig(tp, pp, dp, cp, sp=sps[0])
+                    layouts = [*self._with_experts_and_chunks(whole, micro)]
+                    if dp > 1 and self._can_shard(LANGUAGE):
+                        layouts.append(replace(whole, fsdp=True))
+                    for layout in layouts:
                         for recompute, divided in options:
                             yield Candidate({LANGUAGE: layout}, micro, recompute, divided, node, self._gpus)
 
@@ -67,7 +74,7 @@ class Space:
         for tp in _divisors(self._node):
             # Replicas get equal numbers of samples, unless patches are balanced.
             if ranks % tp == 0 and not (is_equal and microbatch % (ranks // tp)):
-                layout = LayoutConfig(tp=tp, dp=ranks // tp)
+                layout = LayoutConfig(tp=tp, dp=ranks // tp, fsdp=self._is_sharded(name, candidate))
                 if self._encoder_is_legal(name, tp, 1):
                     yield layout
 
@@ -79,7 +86,14 @@ class Space:
                 continue
             for dp in _divisors(_microbatch(candidate)):
                 if tp * pp * dp <= free:
-                    yield LayoutConfig(tp=tp, pp=pp, dp=dp)
+                    yield LayoutConfig(tp=tp, pp=pp, dp=dp, fsdp=self._is_sharded(name, candidate))
+
+    def _can_shard(self, name: str) -> bool:
+        return not [*fsdp_faults(replace(self._cfg.modules[name], layout=LayoutConfig(fsdp=True)), name)]
+
+    def _is_sharded(self, name: str, candidate: Candidate) -> bool:
+        """True if an encoder is sharded: where it can be, as the language model is."""
+        return candidate.language.fsdp and self._can_shard(name)
 
     def _is_tried(self, stages: int) -> bool:
         """True for a number of stages that is small, divides the layers, or is a power of two."""

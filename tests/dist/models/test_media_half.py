@@ -54,6 +54,11 @@ def published(tmp_path_factory):
 CASES = [(kind, layout) for kind in ("internvl", "gemma3") for layout in LAYOUTS]
 LAYOUTS["pp2"] = ("layout=one_process", "modules.language.layout.pp=2", "modules.language.recompute=selective")
 CASES += [("gemma3", "pp2")]
+FSDP = tuple(f"modules.{name}.layout.fsdp=true" for name in ("images", "language"))
+# One rank has no image in a microbatch.
+LAYOUTS["fsdp2"] = (*LAYOUTS["dp2"], *FSDP, "train.micro_batch_size=1", "train.recompute=full")
+LAYOUTS["fsdp2 apart"] = ("layout=two_processes", *LAYOUTS["fsdp2"][1:])
+CASES += [(AS_IS, "fsdp2"), (AS_IS, "fsdp2 apart")]
 LAYOUTS["as is"] = ("layout=one_process", "train.micro_batch_size=1", "modules.language.implementation=transformers")
 CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", "gemma3", AS_IS, IMAGES_ALONE)]
 CASES += [(AS_IS, layout) for layout in ("one process", "packed", "dp2")] + [("qwen2_vl", "as is")]

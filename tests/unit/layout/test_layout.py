@@ -259,3 +259,10 @@ def test_a_batch_is_legal_exactly_when_every_rank_gets_whole_samples(dp, encoder
 )
 def test_stages_share_the_layers_and_the_first_takes_what_is_left(layers, stages, each):
     assert [ranks.layers_of_stage(layers, stage, stages) for stage in range(stages)] == each
+
+
+def test_native_modules_are_not_sharded():
+    cfg = arranged({"dp": 2, "fsdp": True}, images={"dp": 2, "fsdp": True})
+    found = dict(faults(cfg))
+    for name in ("images", "language"):
+        assert found[f"modules.{name}.layout.fsdp"].startswith("is true, which requires a class of transformers")

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from mimo_train.config.compose import RECIPES, from_dict, shipped_configs, to_dict
 from mimo_train.config.compose import load as compose
 from mimo_train.config.errors import ConfigError, UserError
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.estimate.devices import ATTENTION, DEVICES, MATMULS, Device, Links
 from mimo_train.estimate.memory import rank_memory, stage_memory
 from mimo_train.estimate.parameters import padded_vocab_size
@@ -70,6 +72,23 @@ def test_each_recipe_has_a_proposal_that_a_check_accepts(name, gpus):
     seconds = [one.prediction.seconds for one in found.proposals]
     assert seconds == sorted(seconds)
     assert found.legal > 0 and found.predicted >= len(found.proposals) > 0
+
+
+def test_a_model_of_30b_parameters_as_it_is_fits_by_sharding():
+    cfg = load("gpt_tiny")
+    sizes = {"d_model": 7168, "n_heads": 64, "n_layers": 48, "vocab_size": 50432, "max_seq_len": 8192}
+    cfg.language.llm = TransformersLlm("mpt-30b", model_config={"model_type": "mpt", **sizes})
+    cfg.train.precision, cfg.data.sequence_length = "bf16", 2048
+    asked = request(cfg, 8, margin=0.1)
+    best = plan(cfg, asked).proposals[0]
+    assert best.candidate.language == LayoutConfig(dp=8, fsdp=True)
+    run = resolve(best.candidate.config(cfg))
+    (stage,) = stage_memory(run, "language", asked.vocab)
+    parameters = cfg.llm.num_layers * (12 * 7168**2 + 2 * 7168) + (50432 + 1) * 7168
+    held = stage.memory.weights + stage.memory.gradients + stage.memory.optimizer
+    # 16 bytes of each parameter over 8 ranks, and the whole table in bf16.
+    assert held == pytest.approx(2 * parameters + 2 * 50432 * 7168, rel=1e-3)
+    assert stage.memory.total == best.memory < asked.device.memory * (1 - asked.margin)
 
 
 @settings(max_examples=20)
