@@ -68,16 +68,11 @@ def hub(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     from mimo_train.config.pretrained.hub import say
-    from tests.hub_server import hub_server
+    from tests.hub_server import hub_server, settings
 
     with hub_server() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        address = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub_cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        for name, value in settings(server.url, tmp_path / "cache").items():
+            monkeypatch.setattr(constants, name, value)
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         say.cache_clear()
         yield server

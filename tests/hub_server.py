@@ -66,6 +66,18 @@ class Hub:
         } | others
 
 
+def settings(url: str, cache: Path) -> dict[str, Any]:
+    """Return the values of huggingface_hub.constants with which a process that has imported it uses a server."""
+    return {
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(cache / "hub"),
+        "HF_TOKEN_PATH": str(cache / "token"),
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+    }
+
+
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 

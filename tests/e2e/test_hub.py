@@ -11,8 +11,11 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from mimo_train.logging.sinks.jsonl import read_metrics
+from tests.dist.commands import command
+from tests.dist.ranks import run_ranks
 from tests.hang import HANG_SECONDS
-from tests.hub_server import TOKEN, Hub, hub_server
+from tests.hub_server import TOKEN, Hub, hub_server, settings
 from tests.tables import write_table
 
 WIDTH, LAYERS, ROWS, KEY_WIDTH, INNER = 48, 2, 300, 24, 100
@@ -69,14 +72,49 @@ def hub():
         yield server
 
 
-def command(place: Path, hub: Hub, *arguments: str, code: int = 0, **variables: str) -> str:
-    """What a command prints, with a cache of its own."""
-    environment = os.environ | hub.environment(place / "cache") | {"OMP_NUM_THREADS": "1"} | variables
+def _use(place: Path, url: str, token: str) -> None:
+    """On a rank: work in `place`, with this hub and a cache of its own."""
+    from huggingface_hub import constants
+
+    os.chdir(place)
+    os.environ["HF_TOKEN"] = token
+    for name, value in settings(url, place / "cache").items():
+        setattr(constants, name, value)
+
+
+def _train(place: Path, url: str, overrides: tuple[str, ...]) -> int:
+    from mimo_train.commands.train import main
+    from mimo_train.config import compose
+    from mimo_train.launch.processes import started_run
+
+    _use(place, url, "")
+    return main(started_run(compose.load(*RUN[:1], (*RUN[1:], *overrides))))
+
+
+def _command(place: Path, url: str, token: str, arguments: tuple[str, ...]) -> tuple[int, str]:
+    _use(place, url, token)
+    return command([*arguments])
+
+
+def said_by(place: Path, hub: Hub, *arguments: str, token: str = "", code: int = 0) -> str:
+    """Return the output of a command."""
+    ((exit_code, said),) = run_ranks(_command, 1, place, hub.url, token, arguments)
+    assert exit_code == code, said
+    return said
+
+
+def launched(place: Path, hub: Hub, *arguments: str) -> str:
+    """Return the output of a launcher and its ranks, processes of their own, without a network."""
+    environment = os.environ | hub.environment(place / "cache") | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], env=environment, cwd=place, capture_output=True, text=True,
+        [sys.executable, "-m", "mimo_train.cli", "launch", "here", *arguments],
+        env=environment,
+        cwd=place,
+        capture_output=True,
+        text=True,
         timeout=HANG_SECONDS,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -88,10 +126,10 @@ def test_a_run_comes_from_a_name_and_goes_out_by_one(place, hub):
         write_table(place / "texts" / "data" / f"{split}-0.parquet", {"text": texts})
     hub.commit("org/texts", place / "texts")
 
-    # Ranks that torchrun starts: one downloads, and the other waits.
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mimo_train.cli", "train")
-    said = command(place, hub, *torchrun, *RUN, "modules.language.layout.dp=2", "train.iters=2")
-    assert "step 2/2" in said
+    # Of two ranks, one downloads, and the other waits.
+    overrides = ("modules.language.layout.dp=2", "train.iters=2", "data.workers=0")
+    assert run_ranks(_train, 2, place, hub.url, overrides) == [0, 0]
+    assert read_metrics(place / "runs/mine/metrics.jsonl")[-1]["step"] == 2
     downloaded = [request.rpartition("/")[2] for request in hub.requests if request.startswith("GET /org/tiny/")]
     assert sorted(downloaded) == sorted(files)
     downloaded = [request.rpartition("/")[2] for request in hub.requests if request.startswith("GET /datasets/")]
@@ -102,18 +140,18 @@ def test_a_run_comes_from_a_name_and_goes_out_by_one(place, hub):
     # The branch has moved to another size. The launcher resumes with the first, without a network.
     hub.commit("org/tiny", {"config.json": json.dumps(CONFIG | {"num_hidden_layers": 3}).encode()})
     hub.forget()
-    said = command(place, hub, "mimo_train.cli", "launch", "here", *RUN, "train.iters=3", HF_HUB_OFFLINE="1")
+    said = launched(place, hub, *RUN, "train.iters=3")
     assert f"org/tiny is at commit {commit}, as the run has recorded" in said
     assert "resumed from" in said and "step 3/3" in said and "not read" not in said
     assert hub.requests == []
     again = yaml.safe_load((place / "runs/mine/config.yaml").read_text())
     assert again["modules"]["language"]["pretrained"] == again["data"]["tokenizer"] == f"org/tiny@{commit}"
 
-    to = ("mimo_train.cli", "export", "runs/mine", "--to", "out", "--push-to-hub", "me/mine", "--private")
-    said = command(place, hub, *to, code=1)
+    to = ("export", "runs/mine", "--to", "out", "--push-to-hub", "me/mine", "--private")
+    said = said_by(place, hub, *to, code=1)
     assert "--push-to-hub: http://127.0.0.1" in said and "did not accept me/mine" in said and "hf auth login" in said
     assert not (place / "out").exists()
-    said = command(place, hub, *to, HF_TOKEN=TOKEN)
+    said = said_by(place, hub, *to, token=TOKEN)
     uploaded = hub.repositories["me/mine"]
     mine = uploaded.refs["main"]
     assert f"uploaded: {hub.url}/me/mine/commit/{mine}" in said and uploaded.private
@@ -127,7 +165,7 @@ def test_a_run_comes_from_a_name_and_goes_out_by_one(place, hub):
     # What went out comes in. Headers are enough to compare names and shapes.
     hub.forget()
     new = ("modules.language.pretrained=me/mine", "run.dir=runs/new")
-    said = command(place, hub, "mimo_train.cli", "check", *RUN, *new, HF_TOKEN=TOKEN)
+    said = said_by(place, hub, "check", *RUN, *new, token=TOKEN)
     nbytes = len(written["model.safetensors"])
     assert f"a start downloads {nbytes / 1e6:,.1f} MB of weights, 0.0 MB are in the cache (me/mine@{mine})" in said
     assert "no faults" in said and hub.sent["model.safetensors"] <= 100_001 < nbytes

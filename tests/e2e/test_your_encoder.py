@@ -1,5 +1,6 @@
 """docs/your-encoder.md, done literally: its files, installed as a package outside of the tree, and its commands."""
 
+import json
 import os
 import re
 import shutil
@@ -35,24 +36,35 @@ def written(folder: Path, name: str) -> Path:
     return path
 
 
+WORLDS = """
+import contextlib, io, json, sys
+from mimo_train.cli import main
+results = []
+for overrides in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["world", "my.yaml", *overrides])
+    results.append((code, out.getvalue(), err.getvalue()))
+assert "torch" not in sys.modules
+print(json.dumps(results))
+"""
+
+
 def test_what_lies_in_the_working_directory_is_found_and_checked_without_torch(tmp_path):
     written(tmp_path, "my_encoder/spec.py")
     written(tmp_path, "my_encoder/model.py")
     config = written(tmp_path, "my.yaml")
     config.write_text(config.read_text().replace("family: squares", "family: my_encoder.spec:Squares"))
-    code = (
-        "import sys; from mimo_train.cli import main; code = main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    for overrides, printed, complaint in (
+    cases = (
         ([], "2\n", ""),
         (["modules.images.layout.tp=2"], "", "modules.images.layout.tp: encoder.family my_encoder.spec:Squares"),
         (["modules.images.encoder.sides=8"], "", "modules.images.encoder.sides: unknown key. Did you mean side"),
-    ):
-        command = [sys.executable, "-P", "-c", code, "world", "my.yaml", *overrides]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
-        assert done.stdout == printed and complaint in done.stderr, done.stderr
-        assert (done.returncode == 0) == (not complaint) and "Traceback" not in done.stderr
+    )
+    command = [sys.executable, "-P", "-c", WORLDS, json.dumps([overrides for overrides, *_ in cases])]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    for (_, printed, complaint), (code, out, err) in zip(cases, json.loads(done.stdout), strict=True):
+        assert out == printed and complaint in err, err
+        assert (code == 0) == (not complaint) and "Traceback" not in err
 
 
 def test_the_page_does_what_it_says(tmp_path):

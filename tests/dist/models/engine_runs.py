@@ -1,6 +1,6 @@
 """Runs with the fake Transformer Engine, in a process that has not imported Megatron-Core: prints the results as JSON.
 
-Arguments: `ranks` or `curves`, folders of the demos of images and of texts, a folder for runs, names of RANKS.
+Arguments: folders of the demos of images and of texts, a folder for runs, names of RANKS.
 """
 
 import json
@@ -118,12 +118,10 @@ def main() -> None:
     fake_engine.install()
     import mimo_train.training.pretrain  # noqa: F401
 
-    what, images, texts, folder, *names = sys.argv[1:]
-    if what == "ranks":
-        results = {name: rank(name, images, texts, Path(folder)) for name in names}
-    else:
-        results = {name: curve(name, images, Path(folder)) for name in CURVES}
-    print(json.dumps(results))
+    images, texts, folder, *names = sys.argv[1:]
+    curves = {name: curve(name, images, Path(folder)) for name in CURVES}
+    ranks = {name: rank(name, images, texts, Path(folder)) for name in names}
+    print(json.dumps({"ranks": ranks, "curves": curves}))
 
 
 if __name__ == "__main__":

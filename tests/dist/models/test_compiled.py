@@ -22,6 +22,7 @@ RUNS = {
 
 def _curves(cfg, backend: str) -> tuple[list[tuple], int]:
     """(curve of four steps, number of compiled graphs)."""
+    import torch._inductor.config
     from torch._dynamo.backends.registry import lookup_backend
 
     graphs = []
@@ -31,6 +32,8 @@ def _curves(cfg, backend: str) -> tuple[list[tuple], int]:
         return lookup_backend(backend)(graph, inputs)
 
     dense_layer.BACKEND = counting
+    if backend == "inductor":
+        torch._inductor.config.compile_threads = 1  # others are processes that import torch
     return Steps(cfg).train(4), len(graphs)
 
 

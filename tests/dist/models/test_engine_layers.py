@@ -19,30 +19,20 @@ ROOT = Path(__file__).resolve().parents[3]
 NAMES = tuple(RANKS) if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT
 
 
-def _results(what: str, digits, prose, folder, *names: str):
-    """Return the output of a new process: Megatron-Core looks for Transformer Engine as it is imported."""
-    command = [sys.executable, "-m", "tests.dist.models.engine_runs", what, digits, prose, folder, *names]
+@pytest.fixture(scope="module")
+def results(digits, prose, tmp_path_factory):
+    """The output of a new process: Megatron-Core looks for Transformer Engine as it is imported."""
+    arguments = [digits, prose, tmp_path_factory.mktemp("engine"), *NAMES]
+    command = [sys.executable, "-m", "tests.dist.models.engine_runs", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*map(str, command)], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
-    )  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def ranks(digits, prose, tmp_path_factory):
-    return _results("ranks", digits, prose, tmp_path_factory.mktemp("engine"), *NAMES)
-
-
-@pytest.fixture(scope="module")
-def curves(digits, prose, tmp_path_factory):
-    return _results("curves", digits, prose, tmp_path_factory.mktemp("fp8"))
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_with_layers_of_transformer_engine_train(ranks, name):
-    rank = ranks[name]
+def test_ranks_with_layers_of_transformer_engine_train(results, name):
+    rank = results["ranks"][name]
     assert not rank["failed"], rank["failed"]
     assert rank["flops"] > 0
     if name not in WITHIN_OTHERS:
@@ -53,14 +43,16 @@ def test_ranks_with_layers_of_transformer_engine_train(ranks, name):
     ("name", "plain"),
     [("both", "none"), ("images", "none"), ("both, packed, recomputed", "none, packed")],
 )
-def test_steps_with_fp8_that_rounds_nothing_are_those_without(curves, name, plain):
+def test_steps_with_fp8_that_rounds_nothing_are_those_without(results, name, plain):
+    curves = results["curves"]
     assert len(curves[name]) == 10, "four steps and two evaluations"
     assert curves[name] == pytest.approx(curves[plain], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["images", "text"])
-def test_stale_copies_of_weights_change_the_numbers(curves, name):
+def test_stale_copies_of_weights_change_the_numbers(results, name):
     """The test above can fail. Megatron-Core renews the copies of the language model as a step begins."""
+    curves = results["curves"]
     stale = curves[f"{name}, copies of the first step"]
     same = stale == pytest.approx(curves["none"], rel=1e-5)
     assert same == (name == "text")
