@@ -96,8 +96,7 @@ class BareLoop:
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        everything = range(len(batch.microbatches))
-        self._pipeline.shapes.follow(batch.plan, batch.token_counts, batch.loads, everything)
+        self._pipeline.shapes.follow(batch)
         self._pipeline._schedule(
             forward_step_func=self._forward_step,
             data_iterator=iter(batch.microbatches),

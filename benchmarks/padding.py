@@ -98,7 +98,7 @@ def measure(cfgs: list[ConfigContainer], rounds: int) -> None:
     for number in range(rounds + 1):
         for way, loader in zip(WAYS, loaders, strict=True):
             step = next(loader)
-            pipeline.shapes.follow(step.plan, step.token_counts, step.loads, range(len(step.microbatches)))
+            pipeline.shapes.follow(step)
             for chunk in pipeline.model:
                 chunk.zero_grad_buffer()
             tokens = int(

@@ -18,11 +18,12 @@ import torch
 
 from data.collate import collate, collate_media, collate_packed
 from data.errors import DataError
+from data.order.load_balance import routes_of
 from data.order.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch, StepSamples, TextSample
-from data.order.step_plan import Share, Span, StepPlan, spread_parts
+from data.order.step_plan import Share, StepPlan
 from data.samples.bad_samples import BadSample
 from data.samples.media_spec import MediaInput
-from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia, Samples
+from data.samples.protocol import MEDIA, ItemFeatures, MicrobatchMedia, Samples
 from data.workers import GivesUp, ReadingThreads, Wait, WaitGivenUp, each, never
 
 _STEPS_AHEAD = 2
@@ -59,8 +60,7 @@ class StepLoader:
             batching = replace(batching, replicas=self._language.dp_size)
         assert self._language is None or self._language.dp_size == batching.replicas, (self._language, batching)
         self._dataset, self._batching, self._limit = dataset, batching, limit
-        for reader in readers:  # asserts that slices have whole samples
-            reader.span([0] * batching.microbatch_samples)
+        assert all(reader.by_items or batching.microbatch_samples % reader.dp_size == 0 for reader in readers), readers
         self._readers = list(readers)
         self._sizes_only = {reader.module for reader in readers if reader.sizes_only}
         self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
@@ -125,67 +125,73 @@ class StepLoader:
         samples = self._dataset.plan_step(first, step_size)
         length = self._dataset.sequence_length
         plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents, self._dataset.answers)
-        text = self._dataset.read_text
-        numbers_read = self._numbers_read(plan, samples)
+        wanted = self._wanted(plan, samples)
+        numbers = [
+            {module: {each.number: each.items for each in of_module} for module, of_module in of_microbatch.items()}
+            for of_microbatch in wanted
+        ]
         if self._dataset.is_remote:
-            self._expect(numbers_read)  # before a thread can read it: late announcements are read twice
+            self._expect(numbers)  # before a thread can read it: late announcements are read twice
         return _Step(
             plan,
             samples,
-            numbers_read,
-            texts=[self._submit(text, numbers.get(LANGUAGE, ())) for numbers in numbers_read],
+            numbers,
+            texts=[self._submit(self._read_text, of_modules.pop(LANGUAGE, ())) for of_modules in wanted],
             media=[
                 {
                     module: self._submit(partial(self._read_media, module), of_module)
-                    for module, of_module in numbers.items()
-                    if module != LANGUAGE
+                    for module, of_module in of_modules.items()
                 }
-                for numbers in numbers_read
+                for of_modules in wanted
             ],
         )
 
-    def _expect(self, numbers_read: Sequence[dict[str, list[int]]]) -> None:
+    def _expect(self, numbers: Sequence[dict[str, dict[int, list[int]]]]) -> None:
         """Start all reads of a step, since a reading thread waits for one at a time."""
         # Some modules need only sizes, and features of others may be known already.
         without = {LANGUAGE, *self._sizes_only, *self._dataset.lookups}
         with suppress(DataError):  # the read itself will raise it
             self._dataset.expect_samples(
-                (number, () if module in without else (module,), module == LANGUAGE)
-                for of_microbatch in numbers_read
-                for module, numbers in of_microbatch.items()
-                for number in numbers
+                (number, {} if module in without else {module: items}, module == LANGUAGE)
+                for of_microbatch in numbers
+                for module, of_samples in of_microbatch.items()
+                for number, items in of_samples.items()
             )
 
-    def _numbers_read(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
-        """Return the sample numbers that this rank reads: microbatch -> module -> numbers."""
-        spans = {reader.module: self._spans(reader, plan, samples) for reader in self._readers}
-        return [
-            {module: (plan.first + places[slice(*of_module[at])]).tolist() for module, of_module in spans.items()}
-            for at, places in enumerate(plan.places)
-        ]
+    def _wanted(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[_Wanted]]]:
+        """Return what this rank reads: microbatch -> module -> samples."""
+        wanted: list[dict[str, list[_Wanted]]] = [{} for _ in plan.shares]
+        for reader in self._readers:
+            name, rank = reader.module, reader.dp_rank
+            if reader is self._language:
+                for of_microbatch, shares in zip(wanted, plan.shares, strict=True):
+                    numbers = (plan.first + shares[rank].places).tolist()
+                    of_microbatch[name] = [_Wanted(number, [], []) for number in numbers]
+                continue
+            routes = routes_of(samples.media[name], plan, reader.dp_size, reader.by_items, reader.pass_microbatches)
+            for of_microbatch, of_items in zip(wanted, routes, strict=True):
+                items, of_samples = of_items.items[of_items.sources == rank], dict[int, _Wanted]()
+                for place, number, rows in zip(
+                    items.places.tolist(), items.numbers.tolist(), items.tokens.tolist(), strict=True
+                ):
+                    sample = of_samples.setdefault(place, _Wanted(plan.first + place, [], []))
+                    sample.items.append(number)
+                    sample.rows.append(rows)
+                of_microbatch[name] = [*of_samples.values()]
+        return wanted
 
-    def _spans(self, reader: Reader, plan: StepPlan, samples: StepSamples) -> list[Span]:
-        if reader is self._language:
-            return [of_ranks[reader.dp_rank] for of_ranks in plan.spans]
-        if plan.packed or reader.balanced:
-            loads = [samples.loads[reader.module][places].tolist() for places in plan.places]
-            if plan.packed:
-                return [of_ranks[reader.dp_rank] for of_ranks in spread_parts(loads, reader.dp_size)]
-            return [reader.span(of_samples) for of_samples in loads]
-        return [reader.span(places.tolist()) for places in plan.places]  # only the number of loads counts
-
-    def _submit(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Callable[[], list[Any]]:
+    def _submit(self, work: Callable[[_Wanted], Any], wanted: Sequence[_Wanted]) -> Callable[[], list[Any]]:
         if self._threads is None:
-            return lambda: [self._read_now(work, number) for number in numbers]
+            return lambda: [self._read_now(work, sample) for sample in wanted]
         # Submitting a task costs as much as reading a short text, but every thread should get one.
-        size = max(1, min(_TOGETHER, len(numbers) // self._workers))
-        parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
+        size = max(1, min(_TOGETHER, len(wanted) // self._workers))
+        parts = [wanted[at : at + size] for at in range(0, len(wanted), size)]
         tasks = [self._threads.submit(each, work, part) for part in parts]
         return lambda: [result for task in tasks for result in self._wait.result_of(task)]
 
-    def _read_now(self, work: Callable[[int], Any], number: int) -> Any:
+    def _read_now(self, work: Callable[[_Wanted], Any], sample: _Wanted) -> Any:
         self._wait.look()  # between two reads of the caller's own thread
-        return work(number)
+        return work(sample)
 
     def _assemble(self, step: _Step) -> StepBatch:
         plan, bad_samples = step.plan, dict[int, BadSample]()
@@ -208,19 +214,19 @@ class StepLoader:
             {module: [values[places].tolist() for places in plan.places] for module, values in of.items()}
             for of in (samples.tokens, samples.loads, samples.pairs)
         )
-        return StepBatch(plan, microbatches, step.numbers, tokens, loads, pairs, bad)
+        return StepBatch(plan, microbatches, step.numbers, tokens, loads, pairs, bad, samples.media)
 
     def _microbatch(
         self,
         plan: StepPlan,
         at: int,
-        numbers_read: dict[str, list[int]],
+        numbers_read: dict[str, dict[int, list[int]]],
         texts: list[tuple[TextSample, BadSample | None]],
         media: dict[str, list],
         bad: Container[int],
         counts: dict[str, np.ndarray],
     ) -> Microbatch:
-        numbers = numbers_read[LANGUAGE] if LANGUAGE in numbers_read else next(iter(numbers_read.values()), [])
+        numbers = [*(numbers_read[LANGUAGE] if LANGUAGE in numbers_read else next(iter(numbers_read.values()), ()))]
         batch = Microbatch(sample_numbers=torch.tensor(numbers, dtype=torch.int64))
         if self._language:
             samples = [self._planned(plan, *read) for read in texts]
@@ -295,43 +301,55 @@ class StepLoader:
             )
         return text
 
-    def _read_media(self, module: str, number: int) -> _MediaRead:
-        """Return `ShardDataset.read_media`, or only sizes or known features if these are enough."""
+    def _read_text(self, sample: _Wanted) -> tuple[TextSample, BadSample | None]:
+        return self._dataset.read_text(sample.number)
+
+    def _read_media(self, module: str, sample: _Wanted) -> _MediaRead:
+        """Return `Samples.read_media`, or only sizes or known features if these are enough."""
+        number, items = sample.number, sample.items
         if module in self._sizes_only:
-            return _MediaRead(self._dataset.input_sizes(number, module), None)
+            return _MediaRead(self._dataset.input_sizes(number, module, items), None)
         lookup = self._dataset.lookups.get(module)
         assert lookup is None or module not in self._tiled, "features of tiles are no rows of the sequence"
         if lookup is None:
-            sizes = self._dataset.input_sizes(number, module) if module in self._tiled else ()
-            return _MediaRead(*self._dataset.read_media(number, module), sizes=sizes)
-        rows = self._dataset.token_counts(number)[module]
-        identity = self._dataset.identity(number)
-        features = lookup(identity) if rows else None
-        if features is not None:
-            return _MediaRead([], None, SampleMedia(number, identity, rows, features))
-        items, bad = self._dataset.read_media(number, module)
-        return _MediaRead(items, bad, SampleMedia(number, identity, rows, good=bad is None))
+            sizes = self._dataset.input_sizes(number, module, items) if module in self._tiled else ()
+            return _MediaRead(*self._dataset.read_media(number, module, items), sizes=sizes)
+        identity, known = self._dataset.identity(number), []
+        for item, rows in zip(items, sample.rows, strict=True):
+            known.append(ItemFeatures(number, item, of_item := f"{identity}|{item}", rows, lookup(of_item)))
+        unknown = [item.number for item in known if item.features is None]
+        inputs, bad = self._dataset.read_media(number, module, unknown) if unknown else ([], None)
+        features = tuple(replace(item, is_good=bad is None) for item in known)
+        return _MediaRead(inputs, bad, features)
 
     def _inputs(self, module: str, reads: Sequence[_MediaRead]) -> dict[str, Any] | None:
         tensors = collate_media([item for read in reads for item in read.items], self._fields[module])
         if tensors and module in self._tiled:
             tensors["sizes"] = [size for read in reads for size in read.sizes]
-        samples = tuple(read.sample for read in reads if read.sample is not None and read.sample.rows)
-        if not samples:
+        features = tuple(item for read in reads for item in read.features)
+        if not features:
             return tensors
-        return (tensors or {}) | {MEDIA: MicrobatchMedia(samples, partial(self._read_again, module))}
+        return (tensors or {}) | {MEDIA: MicrobatchMedia(features, partial(self._read_again, module))}
 
-    def _read_again(self, module: str, numbers: Sequence[int]) -> dict[str, Any]:
-        items = [item for number in numbers for item in self._dataset.read_media(number, module)[0]]
-        return collate_media(items, self._fields[module]) or {}
+    def _read_again(self, module: str, items: Sequence[ItemFeatures]) -> dict[str, Any]:
+        inputs = [each for item in items for each in self._dataset.read_media(item.sample, module, [item.number])[0]]
+        return collate_media(inputs, self._fields[module]) or {}
+
+
+class _Wanted(NamedTuple):
+    """A sample to read; for media, the numbers of its items and their rows of features."""
+
+    number: int
+    items: list[int]
+    rows: list[int]
 
 
 class _MediaRead(NamedTuple):
-    """Media of one sample for one module; `sample` if the module's features are looked up."""
+    """Media of one sample for one module; `features` if these are looked up."""
 
     items: Sequence[MediaInput | tuple[int, int]]
     bad: BadSample | None
-    sample: SampleMedia | None = None
+    features: Sequence[ItemFeatures] = ()
     sizes: Sequence[tuple[int, int]] = ()
     """Sizes of tiled images."""
 
@@ -342,6 +360,6 @@ class _Step:
 
     plan: StepPlan
     samples: StepSamples
-    numbers: list[dict[str, list[int]]]
+    numbers: list[dict[str, dict[int, list[int]]]]
     texts: list[Callable[[], list[Any]]]
     media: list[dict[str, Callable[[], list[Any]]]]

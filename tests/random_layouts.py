@@ -30,7 +30,7 @@ CHANGES = (
     {"optim.distributed_optimizer": False},
     {"train.recompute": "full"},
     {"modules.language.recompute": "selective"},
-    {"modules.images.balance": "patches"},
+    {"modules.images.balance": "images"},
 )
 """What goes with a layout and changes no number."""
 

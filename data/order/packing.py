@@ -145,10 +145,10 @@ def balance_ranks(lengths: np.ndarray, squares: np.ndarray, ranks: int, pair: fl
         return [places]
     tokens, attention = _parts(lengths, ranks), _parts(squares, ranks)
     if int(attention.max()) <= _EVEN * _MEAN:
-        of_ranks = _largest_first(tokens + attention, ranks)
+        of_ranks = largest_first(tokens + attention, ranks)
         if _even_out(of_ranks, np.stack([tokens, attention])):
             return of_ranks
-    return _largest_first(_parts(whole_work(lengths, squares, pair), ranks), ranks)
+    return largest_first(_parts(whole_work(lengths, squares, pair), ranks), ranks)
 
 
 def whole_work(lengths: np.ndarray, squares: np.ndarray, pair: float) -> np.ndarray:
@@ -161,7 +161,8 @@ def _parts(quantity: np.ndarray, ranks: int) -> np.ndarray:
     return np.rint(quantity * (_MEAN * ranks / max(1, int(quantity.sum())))).astype(np.int64)
 
 
-def _largest_first(parts: np.ndarray, ranks: int) -> list[list[int]]:
+def largest_first(parts: np.ndarray, ranks: int) -> list[list[int]]:
+    """Return the members of each rank: the largest of `parts`, int64, goes first, each to the rank with the least."""
     least = [(0, rank) for rank in range(ranks)]
     of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     order = np.argsort(-parts, kind="stable")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any
 
 import numpy as np
 
+from data.order.load_balance import MediaItems
 from data.order.packing import Packing, plan_in_packs
-from data.order.step_plan import Padding, Span, StepPlan, balanced_parts, equal_parts, plan_by_length, plan_in_order
+from data.order.step_plan import Padding, StepPlan, plan_by_length, plan_in_order
 
 LANGUAGE = "language"
 
@@ -84,29 +85,27 @@ class StepSamples:
     documents: Sequence[np.ndarray] | None = None
     """Tokens of each sample's documents or answers, int64, if attention stays inside them; None: each sample is one
     document."""
+    media: dict[str, MediaItems] = field(default_factory=dict)
+    """Module -> media items of the samples."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """This rank's part of one module ("language" or a `Media.module`).
+    """This rank's part of one module ("language" or a `Media.module`): that of the `dp_rank`-th of `dp_size` ranks.
 
-    It is the `dp_rank`-th of `dp_size` contiguous slices of each microbatch, in plan order. Slices are equal, or
-    `balanced` by tokens inside the encoder. `sizes_only`: read only the sizes of media, from the index.
+    `by_items` and `pass_microbatches` are those of `routes_of`. `sizes_only`: read only the sizes of media, from the
+    index.
     """
 
     module: str
     dp_rank: int
     dp_size: int
-    balanced: bool = False
+    by_items: bool = False
+    pass_microbatches: int = 1
     sizes_only: bool = False
 
     def __post_init__(self) -> None:
-        assert 0 <= self.dp_rank < self.dp_size, self
-
-    def span(self, loads: Sequence[int]) -> Span:
-        """Return the span of this rank's samples in a microbatch with these loads."""
-        parts = balanced_parts(loads, self.dp_size) if self.balanced else equal_parts(len(loads), self.dp_size)
-        return parts[self.dp_rank]
+        assert 0 <= self.dp_rank < self.dp_size and self.pass_microbatches > 0, self
 
 
 @dataclass(frozen=True)
@@ -177,20 +176,23 @@ class StepBatch:
             [N, samples]. Tiled images are [tiles, 3, side, side] each, with "sizes" (`Media.size`). Readers of
             `sizes_only` have only "sizes", a list. Modules with a lookup have `media` (`MicrobatchMedia`) too; N then
             excludes samples with features.
-        numbers: per microbatch, module -> sample numbers that this rank reads for it.
+        numbers: per microbatch, module -> number of each sample that this rank reads for it -> numbers of its media
+            items that this rank reads (`MediaItems.numbers`).
         token_counts: module -> microbatch -> sample of the WHOLE microbatch (all data-parallel ranks): tokens.
         loads: as token_counts, for tokens inside the encoder.
         pairs: as token_counts, for pairs of these that attend to each other.
         bad: bool [size], by place: samples that this rank found bad (it sees only what it reads).
+        media: module -> media items of all samples.
     """
 
     plan: StepPlan
     microbatches: list[Microbatch]
-    numbers: list[dict[str, list[int]]]
+    numbers: list[dict[str, dict[int, list[int]]]]
     token_counts: dict[str, list[list[int]]]
     loads: dict[str, list[list[int]]]
     pairs: dict[str, list[list[int]]]
     bad: np.ndarray
+    media: dict[str, MediaItems]
 
     def __repr__(self) -> str:
         shapes = [list(batch["input_ids"].shape) for batch in self.microbatches if "input_ids" in batch]

@@ -49,10 +49,13 @@ class StepPlan:
         return [np.concatenate([share.places for share in of_ranks]) for of_ranks in self.shares]
 
     @cached_property
-    def spans(self) -> list[list[Span]]:
-        """Microbatch -> each rank's span of `places`."""
-        ends = [np.cumsum([0, *(len(share.places) for share in of_ranks)]).tolist() for of_ranks in self.shares]
-        return [list(zip(of_ranks[:-1], of_ranks[1:], strict=True)) for of_ranks in ends]
+    def positions_and_replicas(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each place, int64 [size]: its position among the `places` of all microbatches, and the data-parallel rank
+        of the language model that has it."""
+        shares = [(rank, len(share.places)) for of_ranks in self.shares for rank, share in enumerate(of_ranks)]
+        placed = np.empty((2, self.size), dtype=np.int64)
+        placed[:, np.concatenate(self.places)] = np.arange(self.size), np.repeat(*np.array(shares, dtype=np.int64).T)
+        return placed[0], placed[1]
 
     def lengths_in_row(self, numbers: np.ndarray, row_length: int) -> list[int]:
         """Return the tokens of each sample in a packed row, and of its trailing padding, if any."""
@@ -186,61 +189,3 @@ def plan_by_length(
     answers = 1 if documents is None else len(documents[0])
     lengths = np.asarray(lengths, dtype=np.int64)
     return StepPlan(first, len(lengths), tuple(shares), lengths, documents=documents, answers=answers)
-
-
-Span = tuple[int, int]
-"""Samples [first, last) of a microbatch."""
-
-
-def equal_parts(samples: int, parts: int) -> list[Span]:
-    """Return `parts` equal spans; `parts` must divide `samples`."""
-    assert samples % parts == 0, (samples, parts)
-    share = samples // parts
-    return [(part * share, (part + 1) * share) for part in range(parts)]
-
-
-def balanced_parts(loads: Sequence[int], parts: int) -> list[Span]:
-    """Return contiguous spans with the smallest possible maximum load; some may be empty.
-
-    Bisection gives the minimum capacity, and each span is filled up to it (the linear partition problem; Skiena, The
-    Algorithm Design Manual, 10.7).
-    """
-    low, high = max([*loads, -(-sum(loads) // parts)]), sum(loads)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_filled(loads, middle)) <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    spans = _filled(loads, low)
-    end = spans[-1][1] if spans else 0
-    return spans + [(end, end)] * (parts - len(spans))
-
-
-def spread_parts(loads: Sequence[Sequence[int]], parts: int) -> list[list[Span]]:
-    """Return microbatch -> rank -> span: `balanced_parts` of `loads` (microbatch -> sample -> load). The rank with the
-    least so far gets the largest part, so that totals are similar."""
-    so_far = [0] * parts
-    spread = []
-    for of_samples in loads:
-        spans = balanced_parts(of_samples, parts) if of_samples else [(0, 0)] * parts
-        work = [sum(of_samples[first:last]) for first, last in spans]
-        largest_first = sorted(range(parts), key=work.__getitem__, reverse=True)
-        of_ranks = [(0, 0)] * parts
-        for rank, part in zip(sorted(range(parts), key=so_far.__getitem__), largest_first, strict=True):
-            of_ranks[rank] = spans[part]
-            so_far[rank] += work[part]
-        spread.append(of_ranks)
-    return spread
-
-
-def _filled(loads: Sequence[int], capacity: int) -> list[Span]:
-    spans, first, load = [], 0, 0
-    for sample, of_sample in enumerate(loads):
-        if load + of_sample > capacity:
-            spans.append((first, sample))
-            first, load = sample, 0
-        load += of_sample
-    if first < len(loads):
-        spans.append((first, len(loads)))
-    return spans

@@ -44,6 +44,8 @@ class Media:
     """Tokens of one item inside the encoder's layers; None: as many as in the sequence."""
     pairs: Callable[[int, int], int] | None = None
     """Pairs of tokens of one item that attend to each other, in a layer on average; None: all."""
+    pair_cost: float = 0.0
+    """Cost of one of these pairs, relative to a token outside of attention."""
     resize: Resize = STRETCHED
     """How to resize an image to `size`."""
     grid: Callable[[int, int], Grid | None] | None = None

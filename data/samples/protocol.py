@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Samples(ABC):
     answers: int = 1
     """Answers of each sample, each with the prompt: token sequences."""
     lookups: dict[str, Lookup]
-    """Module -> lookup of features that need not be read (`SampleMedia`). Set before readers start."""
+    """Module -> lookup of features that need not be read (`ItemFeatures`). Set before readers start."""
     lengths: np.ndarray | None
     """int32 [samples], with several answers [samples, answers], by row: tokens; None until counted
     (`TextLengths.serve`)."""
@@ -72,8 +72,10 @@ class Samples(ABC):
     def plan_step(self, first: int, size: int) -> StepSamples:
         """Return what is known of samples [first, first + size) without reading them."""
 
-    def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:  # noqa: B027
-        """Start to read remote samples: (number, modules that need its media, True if its text is needed)."""
+    def expect_samples(  # noqa: B027
+        self, wanted: Iterable[tuple[int, Mapping[str, Collection[int]], bool]]
+    ) -> None:
+        """Start to read remote samples: (number, {module: numbers of its media items}, True if its text is needed)."""
 
     @abstractmethod
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
@@ -95,12 +97,15 @@ class Samples(ABC):
         """Return module -> sequence tokens of its media in this sample."""
         return {}
 
-    def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
-        """Return `Media.size` of each of the module's items in this sample. Raises KeyError for an unknown module."""
+    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, int]]:
+        """Return `Media.size` of each input that `read_media` returns. Raises KeyError for an unknown module."""
         raise KeyError(module)
 
-    def read_media(self, number: int, module: str) -> tuple[list[MediaInput], BadSample | None]:
-        """Return the module's inputs, one for each item, or zeros and why the sample is bad (not counted).
+    def read_media(
+        self, number: int, module: str, items: Collection[int] | None = None
+    ) -> tuple[list[MediaInput], BadSample | None]:
+        """Return the module's inputs, one for each image, frame of a video or audio item, or zeros and why the sample
+        is bad (not counted). `items`: numbers of the media items to read (`MediaItems.numbers`); None: all.
 
         Images are uint8 [3, height, width], in tiles [tiles, 3, side, side]; audio is float32 [samples]; see also
         `Media.read`. Raises KeyError for an unknown module.
@@ -109,7 +114,8 @@ class Samples(ABC):
 
 
 Lookup = Callable[[str], torch.Tensor | None]
-"""`Samples.identity` of a sample -> its features [rows, width], or None. Called from reading threads."""
+"""`Samples.identity` of a sample and the number of a media item in it, as text -> its features [rows, width], or None.
+Called from reading threads."""
 
 
 MEDIA = "media"
@@ -117,25 +123,28 @@ MEDIA = "media"
 
 
 @dataclass(frozen=True)
-class SampleMedia:
-    """The images or audio items of one sample, for one module."""
+class ItemFeatures:
+    """A media item for one module, and its features if they are known."""
 
+    sample: int
+    """Number of its sample."""
     number: int
+    """Its number in the sample (`MediaItems.numbers`)."""
     identity: str
     rows: int
-    """Sequence tokens: rows of their features."""
+    """Sequence tokens: rows of its features."""
     features: torch.Tensor | None = None
     """[rows, width] from the lookup; nothing was read."""
-    good: bool = True
-    """False if they were bad and zeros replace them."""
+    is_good: bool = True
+    """False if it was bad and zeros replace it."""
 
 
 @dataclass(eq=False)
 class MicrobatchMedia:
-    """The samples of one microbatch on this rank with media for a module, in order."""
+    """The media items of one microbatch that this rank computes for a module, in order."""
 
-    samples: tuple[SampleMedia, ...]
-    read: Callable[[Sequence[int]], dict[str, Any]]
-    """Sample numbers -> tensors of their media, read now."""
+    items: tuple[ItemFeatures, ...]
+    read: Callable[[Sequence[ItemFeatures]], dict[str, Any]]
+    """Items -> tensors of their media, read now."""
     ahead: torch.Tensor | None = None
     """Features of all of them, [rows, width], if computed ahead."""

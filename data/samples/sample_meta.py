@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -16,7 +16,9 @@ import numpy as np
 from data.errors import reason_of
 from data.index.shard_index import Member, Rows, ShardIndex, video_size
 from data.media.options import Bounds
+from data.order.load_balance import MediaItems
 from data.order.order import splitmix
+from data.order.packing import whole_work
 from data.order.step import StepSamples
 from data.records.conversation import Visual
 from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields, arrange, unread
@@ -70,9 +72,19 @@ class SampleMeta:
         """Return `Media.extents` of the module's items."""
         return media.extents([member.extent for member in self.members[media.kind]])
 
-    def input_sizes(self, media: Media) -> list[tuple[int, int]]:
-        """Return `Media.size` of each of the module's items."""
-        return [media.size(*extent) for extent in self.extents(media)]
+    def inputs(self, media: Media, items: Collection[int] | None = None) -> list[tuple[Member, tuple[int, int]]]:
+        """Return the members of the module's kind and their `extents`; only those of `items` (`MediaItems.numbers`), if
+        given. The frames of a video are one item."""
+        number, inputs = -1, []
+        for member, extent in zip(self.members[media.kind], self.extents(media), strict=True):
+            number += member.frame is None or member.frame.number == 0
+            if items is None or number in items:
+                inputs.append((member, extent))
+        return inputs
+
+    def input_sizes(self, media: Media, items: Collection[int] | None = None) -> list[tuple[int, int]]:
+        """Return `Media.size` of each of the module's `inputs`."""
+        return [media.size(*extent) for _, extent in self.inputs(media, items)]
 
     def places(self, media: Media) -> list[Place]:
         """Return the sequence tokens and grid of each of the module's items."""
@@ -186,29 +198,35 @@ class SampleTable:
         with fields."""
         members, firsts, size = rows.members, rows.firsts, len(rows.samples)
         sizes = np.zeros((size, len(self._modules), 3), dtype=np.int64)
-        bad, kind_of_member = self._arranged(rows, fields)
-        owners = np.repeat(np.arange(size), np.diff(firsts))
+        bad, kind_of_member, order = self._arranged(rows, fields)
+        owners, media = np.repeat(np.arange(size), np.diff(firsts)), dict[str, MediaItems]()
         for at, (kind, numbers) in enumerate(self._of_kind.items()):
             is_video = (kind_of_member == _VIDEO) if kind == "image" else np.zeros(len(members), dtype=bool)
-            which = np.flatnonzero((kind_of_member == at) | is_video)
+            which = order[((kind_of_member == at) | is_video)[order]]
             owner = owners[which]
             extents, times, usable = self._extents(members[which], is_video[which])
             count = _sums(owner, times, size)
             several = (count > 1)[owner].astype(np.int64)
             measured, readable = self._look_up(kind, np.stack([*extents, several], axis=1))
             bad[owner[~(readable & usable)]] = True
+            of_sample = np.arange(len(owner)) - np.searchsorted(owner, owner)
             for place, number in enumerate(numbers):
-                for column in range(3):
-                    sizes[:, number, column] = _sums(owner, measured[:, place, column] * times, size)
+                module, columns = self._modules[number], (measured[:, place] * times[:, None]).T
+                work = whole_work(columns[1], columns[2], module.pair_cost)
+                media[module.module] = MediaItems(owner, of_sample, columns[0], columns[1], work)
+                for column, values in enumerate(columns):
+                    sizes[:, number, column] = _sums(owner, values, size)
         bad |= sizes[:, :, 0].sum(axis=1) > self._sequence_length
         sizes[bad] = 0
+        items = {name: of_module[~bad[of_module.places]] for name, of_module in media.items()}
         tokens, loads, pairs = (
             {media.module: sizes[:, number, column] for number, media in enumerate(self._modules)}
             for column in range(3)
         )
-        if lengths is None or lengths.ndim == 1:
-            return StepSamples(tokens, loads, pairs, lengths)
-        return StepSamples(tokens, loads, pairs, lengths.sum(axis=1), documents=list(lengths))
+        documents = None
+        if lengths is not None and lengths.ndim > 1:
+            lengths, documents = lengths.sum(axis=1), list(lengths)
+        return StepSamples(tokens, loads, pairs, lengths, documents, items)
 
     def _extents(self, members: np.ndarray, is_video: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
         """Return (both numbers of each extent, frames of each, True within the video bounds)."""
@@ -221,23 +239,27 @@ class SampleTable:
             first[is_video], second[is_video] = video_size(first[is_video])
         return [first, second], times, usable
 
-    def _arranged(self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (True for each sample that its names make bad, kind number of each member or -1)."""
+    def _arranged(
+        self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (True for each sample that its names make bad, kind number of each member or -1, the members of each
+        sample in the order of their placeholders)."""
         number = {kind: at for at, kind in enumerate(self._of_kind)}
         if "image" in number:
             number["video"] = _VIDEO
         codes = rows.members["code"]
         bad = (rows.samples["reason"] != 0) | (rows.samples["record"] < 0)
         kinds = np.array([number.get(kind, -1) for kind in rows.kinds], dtype=np.int64)[codes]
-        firsts = rows.firsts.tolist()
+        firsts, order = rows.firsts.tolist(), np.arange(len(kinds))
         for of_source, places in fields:
             for at in places.tolist():
                 start, end = firsts[at : at + 2]
                 arranged = arrange(tuple(rows.names[code] for code in codes[start:end].tolist()), of_source)
                 bad[at] = arranged.reason is not None or arranged.record < 0
+                order[start:end] = start + np.array(arranged.order, dtype=np.int64)
                 for place, kind in zip(arranged.order, arranged.kinds, strict=True):
                     kinds[start + place] = number.get(kind, -1)
-        return bad, kinds
+        return bad, kinds, order
 
     def _look_up(self, kind: str, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return `measured`, int64 [members, modules of the kind, 3], and True where usable. `members` is int64

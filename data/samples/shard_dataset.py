@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -202,23 +202,25 @@ class ShardDataset(Samples):
         """Return module -> sequence tokens of its media in this sample, from the index."""
         return {module: sum(tokens) for module, tokens in self.meta(number).tokens.items()}
 
-    def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
-        """Return `Media.size` of each of the module's items in this sample, from the index."""
-        return self.meta(number).input_sizes(self._by_module[module])
+    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, int]]:
+        """See `Samples.input_sizes`."""
+        return self.meta(number).input_sizes(self._by_module[module], items)
 
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
         """See `Samples.read_text`. Reads only the record."""
         return self._text(self.meta(number))
 
-    def read_media(self, number: int, module: str) -> tuple[list[MediaInput], BadSample | None]:
+    def read_media(
+        self, number: int, module: str, items: Collection[int] | None = None
+    ) -> tuple[list[MediaInput], BadSample | None]:
         """See `Samples.read_media`. Reads only media members."""
         spec, meta = self._by_module[module], self.meta(number)
         if meta.bad_reason is None and not self.blind:
             try:
-                return self._decode(spec, meta), None
+                return self._decode(spec, meta, items), None
             except Exception as error:
                 meta = replace(meta, bad_reason=self._reason(meta, error))
-        blanks = [spec.blank(extent) for extent in meta.extents(spec)]
+        blanks = [spec.blank(extent) for _, extent in meta.inputs(spec, items)]
         return blanks, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
 
     def read_record(self, number: int) -> Any:
@@ -246,19 +248,19 @@ class ShardDataset(Samples):
         """Return how many members of all samples are unread, by (extension, description)."""
         return sum((self.index(shard).unread() for shard in range(len(self.shards))), Counter())
 
-    def expect_samples(self, wanted: Iterable[tuple[int, Collection[str], bool]]) -> None:
-        """Start to read remote samples: (sample number, modules that need its media, True if its record is needed)."""
+    def expect_samples(self, wanted: Iterable[tuple[int, Mapping[str, Collection[int]], bool]]) -> None:
+        """See `Samples.expect_samples`."""
         self.reader.expect(
             item
-            for number, modules, text in wanted
-            for item in self._ranges(self.meta(number), () if self.blind else modules, text=text)
+            for number, media, text in wanted
+            for item in self._ranges(self.meta(number), {} if self.blind else media, text=text)
         )
 
     def expect_texts(self, shard: int, rows: range) -> None:
         """Start to read the records of some rows of a remote shard."""
         if isinstance(self.shards[shard], Url):
             metas = (self.meta_at(shard, row) for row in rows)
-            self.reader.expect(item for meta in metas for item in self._ranges(meta, (), text=True))
+            self.reader.expect(item for meta in metas for item in self._ranges(meta, {}, text=True))
 
     def close(self) -> None:
         """Close the shard files."""
@@ -298,9 +300,9 @@ class ShardDataset(Samples):
         remedy = error.remedy if isinstance(error, SampleError) else ""
         return reason_of(error) + (f"; {remedy}" if remedy else "")
 
-    def _decode(self, spec: Media, meta: SampleMeta) -> list[MediaInput]:
-        items: list[MediaInput] = []
-        for member, extent in zip(meta.members[spec.kind], meta.extents(spec), strict=True):
+    def _decode(self, spec: Media, meta: SampleMeta, items: Collection[int] | None) -> list[MediaInput]:
+        inputs: list[MediaInput] = []
+        for member, extent in meta.inputs(spec, items):
             if member.frame is not None and member.frame.number > 0:
                 continue  # the first frame of a video is followed by the others, which are decoded with it
             raw, size = self.read_member(meta, member), spec.size(*extent)
@@ -312,12 +314,12 @@ class ShardDataset(Samples):
                     decoded = [fitted(decode_image_file(raw, self.bounds, self.background), size, *how)]
                 else:
                     decoded = [decode_audio(raw, size[1], size[0], self.bounds)]
-                items += decoded if spec.read is None else map(spec.read, decoded)
+                inputs += decoded if spec.read is None else map(spec.read, decoded)
             except OF_THE_MACHINE:
                 raise
             except Exception as error:
                 raise DecodeError(f"member .{shown(member.extension)}: {reason_of(error)}") from error
-        return items
+        return inputs
 
     def preference(self, meta: SampleMeta) -> Preference:
         """Return the answers of a sample. Raises SampleError if its record is bad."""
@@ -368,14 +370,14 @@ class ShardDataset(Samples):
         )
 
     def _ranges(
-        self, meta: SampleMeta, modules: Collection[str], *, text: bool
+        self, meta: SampleMeta, media: Mapping[str, Collection[int]], *, text: bool
     ) -> Iterator[tuple[Place, int, int, ShardVersion]]:
         if meta.bad_reason is not None:
             return
         shard, version = self.shards[meta.shard], self.version(meta.shard)
-        kinds = dict.fromkeys(spec.kind for spec in self.modules if spec.module in modules)
-        # Once each: a video has many frames.
-        members = {member.offset: member for kind in kinds for member in meta.members[kind]}.values()
+        # Once each: a video has many frames, and several modules may read an image.
+        inputs = (meta.inputs(self._by_module[module], items) for module, items in media.items())
+        members = {member.offset: member for of_module in inputs for member, _ in of_module}.values()
         texts = meta.texts if text else ()
         if text and self.form == "labels" and (rows := [*rows_before(meta.row, self.samples_of(meta.shard))]):
             texts += self.meta_at(meta.shard, rows[0]).texts

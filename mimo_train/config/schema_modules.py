@@ -185,7 +185,8 @@ class ModuleConfig(Section):
     feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
     """Disk cache for the features of a frozen encoder. See docs/frozen.md#feature-cache."""
     prefetch_microbatches: int = key(0, at_least=0, at_most=1_000_000)
-    """Microbatches that a frozen encoder on ranks of its own computes ahead. See docs/frozen.md#prefetching."""
+    """Microbatches that a frozen encoder on ranks of its own computes ahead in one pass. See
+    docs/frozen.md#prefetching."""
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
     """Values that differ from `optim`. See docs/configuration.md#per-module-optimizer."""
     fp8: str = key("", choices=("", *FP8))
@@ -196,9 +197,9 @@ class ModuleConfig(Section):
     """`none`, `selective` or `full`; empty: as `train.recompute`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module, on `tp * cp * dp * pp` ranks. See docs/layouts.md."""
-    balance: str = key("samples", choices=("samples", "patches"))
-    """Split an encoder's work over data-parallel ranks by `samples`, or by `patches` (tokens inside the encoder).
-    Results do not change."""
+    balance: str = key("samples", choices=("samples", "images"))
+    """Divide the `samples` of a microbatch over an encoder's data-parallel ranks, or its single `images` (also videos
+    and audio items) by their work. Results do not change. See docs/layouts.md#encoders."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """Yield faults of training settings of module `name`; `mimo_train.layout` checks sizes and layout."""

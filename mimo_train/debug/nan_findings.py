@@ -138,13 +138,16 @@ def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
         for module, inputs in batch.get("modality_inputs", {}).items():
             tensors = dict((inputs or {}).get(module, {}))
             media = tensors.pop(MEDIA, None)
-            cached = {sample.number for sample in media.samples if sample.features is not None} if media else ()
+            cached = {(item.sample, item.number) for item in media.items if item.features is not None} if media else ()
             for name, values in tensors.items():
                 if not isinstance(values[0], torch.Tensor):
                     continue  # later stages of an encoder have only sizes
-                numbers = data.current.numbers[microbatch][module]
-                # One item for each image or audio clip that was read, in the order of the samples.
-                owners = [number for number in numbers if number not in cached for _ in sizes(number, module)]
+                # One value for each image, frame or audio item that was read, in the order of the samples.
+                owners = [
+                    number
+                    for number, items in data.current.numbers[microbatch][module].items()
+                    for _ in sizes(number, module, [item for item in items if (number, item) not in cached])
+                ]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:
                     samples = _samples(data, dict.fromkeys(bad))

@@ -3,7 +3,7 @@
 Shape suffixes: B batch, S sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from data.collate import collate_media
+from data.order.load_balance import item_per_sample
 from data.order.sources import Source, order_of
 from data.order.step import Microbatch, StepSamples, TextSample
 from data.samples.bad_samples import BadSample, BadSamples
@@ -134,8 +135,10 @@ class BatchSamples(Samples):
             for item in self.modules
         }
         assert self.lengths is not None
-        # The work of an encoder is balanced by the tokens in the sequence: the extents of media are not kept.
-        return StepSamples(tokens, tokens, tokens, self.lengths[first : first + size].astype(np.int64))
+        # The work of an encoder is balanced by samples and their tokens in the sequence: extents of media are not kept.
+        items = {name: item_per_sample(rows) for name, rows in tokens.items()}
+        lengths = self.lengths[first : first + size].astype(np.int64)
+        return StepSamples(tokens, tokens, tokens, lengths, media=items)
 
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
         """Return a sample as `data.collate.to_sample` makes it of a conversation."""
@@ -156,11 +159,13 @@ class BatchSamples(Samples):
             changes["blocks"] = prompt.blocks_to(length).numpy()
         return TextSample(**(vars(sample) | changes)), None
 
-    def read_media(self, number: int, module: str) -> tuple[list[MediaInput], BadSample | None]:
+    def read_media(
+        self, number: int, module: str, items: Collection[int] | None = None
+    ) -> tuple[list[MediaInput], BadSample | None]:
         arguments = self.batch.prompts[number].inputs[module]
         return ([*arguments[module][self._media(module).field]] if arguments else []), None
 
-    def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
+    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, int]]:
         return list(self.batch.prompts[number].sizes.get(module, ()))
 
     def token_counts(self, number: int) -> dict[str, int]:

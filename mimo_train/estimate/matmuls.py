@@ -122,6 +122,13 @@ def _resampler_matmuls(
     return matmuls
 
 
+def pair_cost(name: str, spec: LayeredSpec | PlainSpec, projector: ProjectorSpec, language_width: int) -> float:
+    """Return (forward FLOPs of a pair of tokens that attend to each other) / (other forward FLOPs of a token) in an
+    encoder module and its projector."""
+    matmuls = encoder_matmuls(name, spec, projector, language_width, Media(patches=1, tokens=1, pairs=1))
+    return sum(matmul.attention for matmul in matmuls) / sum(matmul.forward for matmul in matmuls)
+
+
 def _plain_matmuls(name: str, spec: PlainSpec, media: Media) -> list[Matmul]:
     core = 4 * media.pairs * spec.attention_width()
     return [Matmul(f"encoders.{name}.model", 2 * media.tokens * spec.num_parameters(), core, in_layer=True)]

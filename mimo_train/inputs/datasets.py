@@ -21,6 +21,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import HeldOutConfig, source_names
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_selection import KeepBestConfig, StopEarlyConfig
+from mimo_train.estimate.matmuls import pair_cost
 from mimo_train.inputs.token_files import of_tokens, require_none_for_tokens, token_dataset
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             size=partial(module.encoder.input_size, merge=module.projector.merge),
             inner_tokens=partial(module.encoder.inner_tokens, merge=module.projector.merge),
             pairs=partial(module.encoder.attention_pairs, merge=module.projector.merge),
+            pair_cost=pair_cost(name, module.encoder, module.projector, cfg.llm.hidden_size),
             resize=Resize(**asdict(module.encoder.transform)),
             grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
             positions=module.encoder.positions if getattr(module.encoder, "class_positions", False) else None,

@@ -33,7 +33,9 @@ class ModuleLayout:
     fsdp: bool = False
     """True if data-parallel ranks share the parameters."""
     balance: str = "samples"
-    """The quantity that is balanced over an encoder's replicas: samples or patches."""
+    """The unit that is dealt to an encoder's replicas: samples or images."""
+    pass_microbatches: int = 1
+    """Microbatches that an encoder computes in one pass."""
 
     @property
     def size(self) -> int:
@@ -179,6 +181,7 @@ def lay_out(cfg: ConfigContainer) -> RunLayout:
             vpp=sizes.vpp,
             fsdp=sizes.fsdp and sizes.dp > 1,
             balance=module.balance,
+            pass_microbatches=max(1, module.prefetch_microbatches),
         )
     edges = tuple(
         Edge(

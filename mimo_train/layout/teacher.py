@@ -45,7 +45,7 @@ def teacher_run(run: Run, model: ConfigContainer) -> Run:
             module,
             layout=layouts[name],
             # Any number of replicas is possible where work is balanced.
-            balance="samples" if name == LANGUAGE or not micro * replicas % layouts[name].dp else "patches",
+            balance="samples" if name == LANGUAGE or not micro * replicas % layouts[name].dp else "images",
         )
         for name, module in model.modules.items()
     }

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from data.order.load_balance import Routes
 from data.order.step import StepBatch
-from data.order.step_plan import Span
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.estimate.flops import Flops
 from mimo_train.layout.ranks import ModuleLayout, RunLayout
@@ -83,14 +83,13 @@ def imbalance(
     batch: StepBatch,
     layout: RunLayout,
     work_of_texts: Callable[[Mapping[int, int]], float],
-    spans: Callable[[ModuleLayout, int], Sequence[Span]],
+    routes: Callable[[ModuleLayout, int], Routes],
 ) -> dict[str, float]:
     """Return the busiest data-parallel rank's work over the mean, for every module with several ranks and any work.
 
     Args:
         work_of_texts: FLOPs of the language model for texts by length (`StepPlan.texts_of_length`).
-        spans: samples of a microbatch per data-parallel rank of an encoder (`StepShapes.spans`); work is tokens inside
-            the encoder.
+        routes: media items of a microbatch and their ranks in an encoder (`StepShapes.routes`).
 
     Returns:
         {"imbalance/NAME": 1.0 if balanced}; for the language model also "imbalance_tokens/language", and
@@ -107,10 +106,8 @@ def imbalance(
                 loads = [sum(length**power * number for length, number in texts.items()) for texts in of_ranks]
                 values[f"imbalance_{what}/{name}"] = _busiest(loads)
         else:
-            work = [0.0] * module.dp
-            for microbatch, of_samples in enumerate(batch.loads[name]):
-                for rank, (first, last) in enumerate(spans(module, microbatch)):
-                    work[rank] += sum(of_samples[first:last])
+            of_passes = [routes(module, microbatch).work(module.dp) for microbatch in range(len(batch.plan.shares))]
+            work = [float(sum(of_rank)) for of_rank in zip(*of_passes, strict=True)]
         if any(work):
             values[f"imbalance/{name}"] = _busiest(work)
     return values

@@ -10,7 +10,8 @@ from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from data.samples.protocol import MEDIA, MicrobatchMedia, SampleMedia
+from data.collate import collate_media
+from data.samples.protocol import MEDIA, ItemFeatures, MicrobatchMedia
 from encoders.initial_weights import drawn
 from encoders.native.vit.model import lines_of_tiles
 from encoders.native.vit.tiles import Tiling
@@ -87,12 +88,12 @@ def _features_of_each(encoder: Any, inputs: dict[str, Any]) -> list[int]:
 class EncoderModule(StagedModality):
     """`StagedModality` with cached or prefetched features.
 
-    If its inputs include a `MicrobatchMedia`, the encoder is frozen and runs only for samples without features.
+    If its inputs include a `MicrobatchMedia`, the encoder is frozen and runs only for items without features.
 
     Attributes:
         cache: `FeatureCache` that stores computed features; None if there is no cache, or another rank of the
             tensor-parallel group writes.
-        cached: True if this tensor-parallel group looks up the features of samples.
+        cached: True if this tensor-parallel group looks up features.
     """
 
     cache: Any = None
@@ -108,39 +109,48 @@ class EncoderModule(StagedModality):
         features, media.ahead = media.ahead, None
         return [self._features(name, inputs, media) if features is None else features]
 
-    def encode_ahead(self, encoders_data_batch: dict[str, Any]) -> None:
-        """Compute the features of a later microbatch and leave them in its `MicrobatchMedia`."""
+    def encode_ahead(self, microbatches: Sequence[dict[str, Any]]) -> None:
+        """Compute the features of later microbatches in one pass, and leave them in their `MicrobatchMedia`.
+        `microbatches`: {encoder: its arguments} of each, on the host."""
         (name,) = self.encoders
-        inputs = dict(encoders_data_batch[name])
-        media: MicrobatchMedia = inputs.pop(MEDIA)
-        media.ahead = self._features(name, inputs, media)
+        media: list[MicrobatchMedia] = [inputs[name][MEDIA] for inputs in microbatches]
+        inputs: dict[str, Any] = {}
+        for field in dict.fromkeys(field for of_microbatch in microbatches for field in of_microbatch[name]):
+            if field != MEDIA:
+                values = [value for each in microbatches for value in each[name].get(field, ())]
+                inputs |= collate_media(values, field) or {}
+        together = MicrobatchMedia(tuple(item for each in media for item in each.items), media[0].read)
+        features = self._features(name, to_device(inputs, self._device), together)
+        of_each = features.split([sum(item.rows for item in each.items) for each in media])
+        for of_microbatch, rows in zip(media, of_each, strict=True):
+            of_microbatch.ahead = rows
 
     @torch.no_grad()
     def _features(self, name: str, inputs: dict[str, Any], media: MicrobatchMedia) -> torch.Tensor:
-        has_features = self._known_everywhere(media.samples)
-        missing = [sample for sample, is_present in zip(media.samples, has_features, strict=True) if not is_present]
-        if any(sample.features is not None for sample in missing):
+        has_features = self._known_everywhere(media.items)
+        missing = [item for item, is_present in zip(media.items, has_features, strict=True) if not is_present]
+        if any(item.features is not None for item in missing):
             # Another rank of the group lacks features that this rank has: read the media that were skipped.
-            inputs = to_device(media.read([sample.number for sample in missing]), self._device)
+            inputs = to_device(media.read(missing), self._device)
         computed: Iterator[torch.Tensor] = iter(())
         if missing:
             (rows,) = super().encode({name: inputs})
-            computed = iter(rows.split([sample.rows for sample in missing]))
+            computed = iter(rows.split([item.rows for item in missing]))
         parts = []
-        for sample, is_present in zip(media.samples, has_features, strict=True):
+        for item, is_present in zip(media.items, has_features, strict=True):
             if is_present:
-                assert sample.features is not None, sample.number
-                parts.append(to_device(sample.features, self._device))
+                assert item.features is not None, item.identity
+                parts.append(to_device(item.features, self._device))
                 continue
             parts.append(next(computed))
-            if self.cache is not None and sample.good:
-                self.cache.write(sample.identity, parts[-1])
+            if self.cache is not None and item.is_good:
+                self.cache.write(item.identity, parts[-1])
         return torch.cat(parts)
 
-    def _known_everywhere(self, samples: Sequence[SampleMedia]) -> list[bool]:
-        """Return for each sample if every rank of the tensor-parallel group has its features, since the ranks must run
+    def _known_everywhere(self, items: Sequence[ItemFeatures]) -> list[bool]:
+        """Return for each item if every rank of the tensor-parallel group has its features, since the ranks must run
         the encoder together. One message, if there are several ranks and a cache."""
-        has_features = [sample.features is not None for sample in samples]
+        has_features = [item.features is not None for item in items]
         if not self.cached or self.pg_collection.tp.size() == 1:
             return has_features
         agreed = torch.tensor(has_features, dtype=torch.int32, device=self._device)

@@ -164,7 +164,7 @@ class StepLog:
                 batch,
                 self._state.layout,
                 lambda texts: self._step_flops.of_texts(texts, step).hardware,
-                self._pipeline.shapes.spans,
+                self._pipeline.shapes.routes,
             )
 
     def write(

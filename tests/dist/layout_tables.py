@@ -124,8 +124,8 @@ UNEVEN = (
     apart("dp4", "dp2"),
     apart(ONE, "dp2"),
     apart("dp2", "dp4"),
-    apart("dp2", "dp2", "modules.images.balance=patches"),
-    same("dp2", "tp2"),
+    apart("dp2", "dp2", "modules.images.balance=images"),
+    same("dp2", "tp2", "modules.images.balance=images"),
     same("tp2", "dp2"),
     same("dp4", "dp2 tp2 pp2"),
     same("dp2", "cp2"),
@@ -148,7 +148,7 @@ image."""
 ANY_SIZE = (
     apart("pp2", "dp2"),
     apart("pp2 dp2", ONE, *PACKED),
-    apart("tp2 sp dp2", ONE, "modules.images.balance=patches", "train.recompute=full"),
+    apart("tp2 sp dp2", ONE, "modules.images.balance=images", "train.recompute=full"),
     same("dp2", "tp2"),
 )
 """Images of other sizes in every microbatch."""
@@ -175,7 +175,7 @@ IMAGES_AND_SOUND = (
     first_ranks("2 one", images="0 one", audio="1 one"),
     first_ranks("3 dp2", *PACKED, images="0 dp2", audio="2 one"),
     first_ranks("1 one", images="0 one", audio="1 one"),
-    first_ranks("2 dp2", "modules.images.balance=patches", images="0 dp2", audio="2 tp2 sp"),
+    first_ranks("2 dp2", "modules.images.balance=images", images="0 dp2", audio="2 tp2 sp"),
     first_ranks("3 cp2", audio="0 pp2", images="2 one"),
     first_ranks("2 pp2", images="0 tp2", audio="0 dp2"),
     first_ranks("0 one", WHOLE_ROWS, images="0 one", audio="0 one"),

@@ -90,7 +90,7 @@ def test_the_default_rows_have_what_any_row_has():
     ways = {f"uneven, {way}, {fan}" for way in ("apart", "same ranks") for fan in ("fan-in", "fan-out")}
     places = {"disjoint", "shared", "first ranks", "placement.allow_idle=true"}
     axes |= {f"packed, {axis}" for axis in ("one", "tp", "sp", "pp", "vpp", "cp", "dp", "ep")}
-    changes = {"optim.distributed_optimizer=false", "train.recompute=full", "images.balance=patches"}
+    changes = {"optim.distributed_optimizer=false", "train.recompute=full", "images.balance=images"}
     assert axes | ways | places | changes | MODELS.keys() <= tried
     assert {MODELS[model].bounds for model, _ in DEFAULT} == {BOUNDS, BOUNDS_BF16}
     assert len(DEFAULT) < len(CASES) / 2, "few of them"

@@ -101,8 +101,8 @@ class Decoder:
         if any(prompt.blocks is not None for prompt in prompts):
             batch |= {"blocks": torch.stack([prompt.blocks_to(longest) for prompt in prompts])}
         # One microbatch, all of it of this rank: features need no exchange.
-        rows = {name: [[prompt.rows[name] for prompt in prompts]] for name in prompts[0].rows}
-        self._pipeline.shapes.begin(rows, rows)
+        rows = {name: [prompt.rows[name] for prompt in prompts] for name in prompts[0].rows}
+        self._pipeline.shapes.begin(rows)
         with self._alone():
             # A MimoModel gives its language model no cache (mimo/model/base.py:700).
             hook = self._language.register_forward_pre_hook(self._with_cache, with_kwargs=True)

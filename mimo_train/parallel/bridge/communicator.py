@@ -182,8 +182,8 @@ class ModuleStages(TimedP2PCommunicator):
         if self._module.name == LANGUAGE:
             return self._texts.next(forward)
         microbatch = self._turns.next(FORWARD if forward else BACKWARD)
-        first, last = self._shapes.spans(self._module, microbatch)[self._replica]
-        rows = sum(self._shapes.loads[self._module.name][microbatch][first:last])
+        routes = self._shapes.routes(self._module, microbatch)
+        rows = int(routes.items.loads[routes.sources == self._replica].sum())
         # Two dimensions are sent as three, the last of size 1 (multimodule_communicator.py, _prepare_tensor_for_comm).
         return rows, self._hidden, 1
 

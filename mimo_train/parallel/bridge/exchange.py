@@ -9,7 +9,8 @@ from the data index. They support any data-parallel sizes and any counts, with o
 transfer.
 
 Rows are the features of one microbatch, [rows, hidden], in sample order. Every rank of a replica holds all rows of the
-replica's samples.
+replica's media items. A source's items are in sample order, so that the rows for a destination follow each other. A
+destination receives rows source by source, and puts them into sample order by one `index_select`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from mimo_train.flight.recorder import RECORDER
 from mimo_train.layout.placement import Edge
 from mimo_train.layout.run import Run
 from mimo_train.parallel.bridge.shapes import Part, StepShapes, Turns, parts_of, replica_ranks, routes
+from mimo_train.parallel.device import to_device
 
 Watch = Callable[[str], AbstractContextManager]
 """A function that times a `with` block by name (see `mimo_train.logging.stopwatch`)."""
@@ -41,7 +43,7 @@ class Bridge:
 
     Args:
         edge: source and destination module.
-        shapes: rows of every sample of the current step.
+        shapes: routes of the current step.
         hidden_size: width of a row, which is the destination's.
         group: the ranks of this edge; None on a rank that neither sends nor receives.
         watch: times the exchange as `bridge_wait`.
@@ -87,35 +89,44 @@ class Bridge:
         self, direction: int, rows: torch.Tensor | None, microbatch: int
     ) -> list[tuple[torch.Tensor, Part]]:
         """Return the part of `rows` for each receiver. None are zeros: nothing in the destination depends on them."""
-        count, parts = self._parts(direction, self._sends_to[direction], direction, microbatch)
+        counts, parts = self._parts(direction, self._sends_to[direction], direction, microbatch)
         if not parts:
             return []
         if rows is None:
-            rows = torch.zeros(count, self._hidden, dtype=self._dtype, device=self._device)
-        assert rows.shape == (count, self._hidden), (
-            f"{self.source.name}: features are {tuple(rows.shape)}, the data index says {(count, self._hidden)}"
+            rows = torch.zeros(sum(counts), self._hidden, dtype=self._dtype, device=self._device)
+        assert rows.shape == (sum(counts), self._hidden), (
+            f"{self.source.name}: features are {tuple(rows.shape)}, the data index says {(sum(counts), self._hidden)}"
         )
         rows = rows.detach().to(self._dtype).contiguous()
+        if direction == BACKWARD and (order := self._order(microbatch)) is not None:
+            rows = rows.index_select(0, to_device(order.argsort(), self._device))
         return [(rows[part.first : part.last], part) for part in parts]
 
-    def _rows_to_receive(self, direction: int, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
-        """Return an empty tensor for the rows, and the part of it for each sender."""
+    def _receive(self, direction: int, microbatch: int, sent: list[tuple[torch.Tensor, Part]]) -> torch.Tensor:
+        """Send the parts in `sent`, and return the rows that arrive, in the order of this side."""
         opposite = BACKWARD if direction == FORWARD else FORWARD
-        count, parts = self._parts(direction, self._receives_from[direction], opposite, microbatch)
-        return torch.empty(count, self._hidden, dtype=self._dtype, device=self._device), parts
+        counts, parts = self._parts(direction, self._receives_from[direction], opposite, microbatch)
+        rows = torch.empty(sum(counts), self._hidden, dtype=self._dtype, device=self._device)
+        self._exchange(sent, rows, parts)
+        if direction == FORWARD and (order := self._order(microbatch)) is not None:
+            rows = rows.index_select(0, to_device(order, self._device))
+        return rows
 
-    def _parts(self, direction: int, peers: list[int], side: int, microbatch: int) -> tuple[int, list[Part]]:
-        """Return the number of this rank's rows, and the rows it exchanges with each peer. `side` is the direction in
-        which this rank sends."""
+    def _parts(self, direction: int, peers: list[int], side: int, microbatch: int) -> tuple[list[int], list[Part]]:
+        """Return the rows that this rank exchanges with each data-parallel rank of the other side, and those with each
+        peer. `side` is the direction in which this rank sends."""
         RECORDER.at(self._name, direction, microbatch)
-        spans = {
-            FORWARD: self._shapes.spans(self.source, microbatch),
-            BACKWARD: self._shapes.destination_spans(self.source.name, self.destination, microbatch),
-        }
-        other_side = BACKWARD if side == FORWARD else FORWARD
-        peer_spans = [(peer, *spans[other_side][self._replica[other_side][peer]]) for peer in peers]
-        own_span = spans[side][self._replica[side][self._rank]]
-        return parts_of(self._shapes.counts[self.source.name][microbatch], own_span, peer_spans)
+        routes, replica = self._shapes.routes(self.source, microbatch), self._replica[side][self._rank]
+        if side == FORWARD:
+            other_side, counts = BACKWARD, routes.sent(replica, self.destination.dp).tolist()
+        else:
+            other_side, counts = FORWARD, routes.received(replica, self.source.dp).tolist()
+        return counts, parts_of(counts, [(peer, self._replica[other_side][peer]) for peer in peers])
+
+    def _order(self, microbatch: int) -> torch.Tensor | None:
+        """Return `Routes.order` of this rank of the destination."""
+        order = self._shapes.routes(self.source, microbatch).order(self._replica[BACKWARD][self._rank])
+        return None if order is None else torch.from_numpy(order)
 
     def _exchange(
         self,
@@ -194,17 +205,13 @@ class DisjointBridge(Bridge):
         return self._rows_to_send(BACKWARD, gradient, self._turns.next(BACKWARD))
 
     def _receive_forward(self, sent: list[tuple[torch.Tensor, Part]]) -> torch.Tensor:
-        features, parts = self._rows_to_receive(FORWARD, self._turns.next(FORWARD))
-        self._exchange(sent, features, parts)
-        return features.requires_grad_()
+        return self._receive(FORWARD, self._turns.next(FORWARD), sent).requires_grad_()
 
     def _receive_backward(self, sent: list[tuple[torch.Tensor, Part]]) -> torch.Tensor | None:
         if not self._shapes.features_need_gradient(self.source.name):
             self._exchange(sent)
             return None
-        gradient, parts = self._rows_to_receive(BACKWARD, self._turns.next(BACKWARD))
-        self._exchange(sent, gradient, parts)
-        return gradient
+        return self._receive(BACKWARD, self._turns.next(BACKWARD), sent)
 
 
 class SharedBridge(Bridge):
@@ -218,10 +225,7 @@ class SharedBridge(Bridge):
 
     def redistribute(self, direction: int, rows: torch.Tensor, microbatch: int) -> torch.Tensor:
         """Exchange features (forward) or gradients (backward) without autograd."""
-        sent = self._rows_to_send(direction, rows, microbatch)
-        received, parts = self._rows_to_receive(direction, microbatch)
-        self._exchange(sent, received, parts)
-        return received
+        return self._receive(direction, microbatch, self._rows_to_send(direction, rows, microbatch))
 
 
 class _Redistribute(torch.autograd.Function):

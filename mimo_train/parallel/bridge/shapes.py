@@ -1,16 +1,17 @@
-"""Sizes of a step's messages: rows and load of every sample, the replica that holds it, and the text rows of every
-microbatch. Every rank knows them before the step runs, so no message has to announce the size of the next one."""
+"""Sizes of a step's messages: the routes of media items, and the text rows of every microbatch. Every rank knows them
+before the step runs, so no message has to announce the size of the next one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from data.order.step_plan import Span, StepPlan, balanced_parts, equal_parts, spread_parts
+import numpy as np
+
+from data.order.load_balance import MediaItems, Routes, item_per_sample, routes_of
+from data.order.step import StepBatch
+from data.order.step_plan import StepPlan, plan_in_order
 from mimo_train.layout.ranks import ModuleLayout
 from mimo_train.layout.run import Run
-
-Counts = dict[str, list[list[int]]]
-"""{module: [microbatch][sample of the whole microbatch]}: a number."""
 
 
 @dataclass(frozen=True)
@@ -25,51 +26,51 @@ class Needs:
 
 @dataclass
 class StepShapes:
-    """The sizes of every microbatch of the current step, by encoder module and by language-model replica. Samples are
-    in the order of the step's plan."""
+    """The sizes of every microbatch of the current step."""
 
-    counts: Counts = field(default_factory=dict)
-    """Feature rows of each sample, by source."""
-    loads: Counts = field(default_factory=dict)
-    """Tokens of each sample inside the source's layers."""
     step: int = 0
     """Number of the step, so that bridges detect a new one."""
     needs: dict[str, Needs] = field(default_factory=dict)
     """Gradient needs of encoder modules; a missing module needs all gradients. Set at the start of a training step."""
     texts: list[list[tuple[int, int]]] = field(default_factory=list)
     """By microbatch and replica of the language model: (positions in a row of text, rows)."""
-    _taken: list[list[Span]] = field(default_factory=list)
-    _packed: bool = False
+    _plan: StepPlan | None = None
+    _media: dict[str, MediaItems] = field(default_factory=dict)
     _chosen: Sequence[int] = ()
-    _step_loads: Counts = field(default_factory=dict)
-    _spread: dict[str, list[list[Span]]] = field(default_factory=dict)
+    _routes: dict[str, list[Routes]] = field(default_factory=dict)
 
-    def begin(self, counts: Counts, loads: Counts) -> None:
-        """Start a step with these numbers, with equally many samples for each language-model replica."""
-        self.counts, self.loads, self.texts, self._taken, self._packed = counts, loads, [], [], False
-        self._spread = {}
-        self.step += 1
-
-    def follow(self, plan: StepPlan, counts: Counts, loads: Counts, chosen: Sequence[int]) -> None:
-        """Start a step of the `chosen` microbatches of a plan. `counts` and `loads` are those of all its
-        microbatches."""
-        self.begin(
-            {name: [rows[number] for number in chosen] for name, rows in counts.items()},
-            {name: [rows[number] for number in chosen] for name, rows in loads.items()},
+    def begin(self, rows: Mapping[str, Sequence[int]]) -> None:
+        """Start a step of one microbatch on one data-parallel rank. `rows`: rows of features of each sample, by encoder
+        module."""
+        samples = max(map(len, rows.values()), default=1)
+        self._start(
+            plan_in_order(0, samples, samples, 1, 0),
+            {name: item_per_sample(np.array(of_samples, dtype=np.int64)) for name, of_samples in rows.items()},
+            (0,),
         )
+        self.texts = []
+
+    def follow(self, step: StepBatch, chosen: Sequence[int] | None = None) -> None:
+        """Start a step of the `chosen` microbatches of a batch; None: all."""
+        plan = step.plan
+        chosen = range(len(plan.shares)) if chosen is None else chosen
+        self._start(plan, step.media, chosen)
         self.texts = [
             [(share.length, plan.rows(number, replica)) for replica, share in enumerate(plan.shares[number])]
             for number in chosen
         ]
-        self._taken, self._packed = [plan.spans[number] for number in chosen], plan.packed
-        self._chosen, self._step_loads = chosen, loads
 
-    def destination_spans(self, source: str, destination: ModuleLayout, microbatch: int) -> list[Span]:
-        """Return the samples [first, last) of a microbatch whose features each data-parallel rank of a destination
-        needs."""
-        if self._taken:
-            return self._taken[microbatch]
-        return equal_parts(len(self.counts[source][microbatch]), destination.dp)
+    def _start(self, plan: StepPlan, media: dict[str, MediaItems], chosen: Sequence[int]) -> None:
+        self._plan, self._media, self._chosen, self._routes = plan, media, chosen, {}
+        self.step += 1
+
+    def routes(self, encoder: ModuleLayout, microbatch: int) -> Routes:
+        """Return the routes of an encoder's media items in a microbatch."""
+        if encoder.name not in self._routes:
+            assert self._plan is not None, "no step was started"
+            how = encoder.dp, encoder.balance == "images", encoder.pass_microbatches
+            self._routes[encoder.name] = routes_of(self._media[encoder.name], self._plan, *how)
+        return self._routes[encoder.name][self._chosen[microbatch]]
 
     def features_need_gradient(self, name: str) -> bool:
         """True if the destination sends a gradient to this source."""
@@ -78,16 +79,6 @@ class StepShapes:
     def stage_needs_gradient(self, name: str, stage: int) -> bool:
         """True if this stage of an encoder receives a gradient from the following one."""
         return name not in self.needs or self.needs[name].stages[stage]
-
-    def spans(self, encoder: ModuleLayout, microbatch: int) -> list[Span]:
-        """Return the samples [first, last) of a microbatch that each data-parallel rank of an encoder computes."""
-        if self._packed:
-            if encoder.name not in self._spread:
-                self._spread[encoder.name] = spread_parts(self._step_loads[encoder.name], encoder.dp)
-            return self._spread[encoder.name][self._chosen[microbatch]]
-        if encoder.balance == "patches":
-            return balanced_parts(self.loads[encoder.name][microbatch], encoder.dp)
-        return equal_parts(len(self.counts[encoder.name][microbatch]), encoder.dp)
 
 
 class Turns:
@@ -115,25 +106,15 @@ class Part:
     last: int
 
 
-def parts_of(counts: Sequence[int], span: Span, others: Sequence[tuple[int, int, int]]) -> tuple[int, list[Part]]:
-    """Return the rows of one microbatch on this rank, and the parts it shares with its peers.
+def parts_of(rows: Sequence[int], peers: Sequence[tuple[int, int]]) -> list[Part]:
+    """Return the parts that this rank exchanges with its peers, without empty ones.
 
     Args:
-        counts: rows of every sample of the microbatch.
-        span: this rank's samples, [first, last).
-        others: (peer rank, first sample, last sample) of every peer.
-
-    Returns:
-        Number of rows of this rank's samples, and the non-empty parts in the order of `others`.
+        rows: rows for each data-parallel rank on the other side, which follow each other in this rank's tensor.
+        peers: (rank, its data-parallel rank).
     """
-    ends = [0, *accumulate(counts)]
-    offset = ends[span[0]]
-    parts = []
-    for peer, first, last in others:
-        first, last = max(first, span[0]), min(last, span[1])
-        if first < last and ends[first] < ends[last]:
-            parts.append(Part(peer, ends[first] - offset, ends[last] - offset))
-    return ends[span[1]] - offset, parts
+    ends = [0, *accumulate(rows)]
+    return [Part(peer, ends[replica], ends[replica + 1]) for peer, replica in peers if rows[replica]]
 
 
 def features_width(run: Run, source: str, width: int) -> int:

@@ -72,7 +72,7 @@ class Space:
         ranks = ranks_of(candidate.language) // candidate.language.pp
         microbatch, is_equal = _microbatch(candidate), self._cfg.modules[name].balance == "samples"
         for tp in _divisors(self._node):
-            # Replicas get equal numbers of samples, unless patches are balanced.
+            # Replicas get equal numbers of samples, unless images are dealt.
             if ranks % tp == 0 and not (is_equal and microbatch % (ranks // tp)):
                 layout = LayoutConfig(tp=tp, dp=ranks // tp, fsdp=self._is_sharded(name, candidate))
                 if self._encoder_is_legal(name, tp, 1):

@@ -53,7 +53,8 @@ def open_loader(
             name,
             pgs.dp.rank(),
             pgs.dp.size(),
-            balanced=run.layout.modules[name].balance == "patches",
+            by_items=run.layout.modules[name].balance == "images",
+            pass_microbatches=run.layout.modules[name].pass_microbatches,
             sizes_only=name != LANGUAGE and pgs.pp.rank() > 0,
         )
         for name, pgs in groups.collections.items()
@@ -197,7 +198,7 @@ class StepIterator:
         """Restart the current step's microbatches: all, or those with the numbers in `chosen`."""
         step = self.current
         chosen = range(len(step.microbatches)) if chosen is None else chosen
-        self._pipeline.shapes.follow(step.plan, step.token_counts, step.loads, chosen)
+        self._pipeline.shapes.follow(step, chosen)
         self._waiting = deque(chosen)
 
     @property
@@ -246,12 +247,13 @@ class StepIterator:
                 batch["answers"] = batch["answers"].masked_fill(batch["loss_mask"] == 0, -1)
             return batch
 
-    def following(self) -> Iterator[dict[str, Any]]:
-        """Yield the upcoming microbatches as read: the rest of this step, and those of the next."""
+    def following(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the upcoming microbatches as read, with their numbers in the step: the rest of this step, and those of
+        the next."""
         for index in self._waiting:
-            yield self.current.microbatches[index]
+            yield index, self.current.microbatches[index]
         if self._upcoming is not None:
-            yield from self._upcoming.microbatches
+            yield from enumerate(self._upcoming.microbatches)
 
     def views(self, number: int) -> list[Iterator[dict[str, Any]]]:
         """Return an iterator over the current step's microbatches for each model chunk; they share the tensors."""

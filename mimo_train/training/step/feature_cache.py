@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from mimo_train.layout.kernels import has_fp8
 from mimo_train.models.encoder_module import EncoderModule
 from mimo_train.models.parameters import modules_of
 from mimo_train.parallel.collectives import agreed
-from mimo_train.parallel.device import to_device
 from mimo_train.training.step.batches import StepIterator
 
 
@@ -80,40 +80,41 @@ class Features:
 
 
 class Prefetcher:
-    """Computes features of the next microbatches of a `StepIterator` while this rank is idle.
+    """Computes features of the next microbatches of a `StepIterator` while this rank is idle. One pass takes the
+    microbatches whose media items were dealt to ranks together (`ModuleLayout.pass_microbatches`).
 
     The work of a call depends on the position in the run, not on time. So the ranks of a tensor-parallel group, which
     call it at the same points, do the same.
     """
 
-    def __init__(self, modules: dict[str, EncoderModule], bounds: dict[str, int], iterator: StepIterator):
-        self._modules, self._bounds, self._iterator = modules, bounds, iterator
+    def __init__(self, modules: dict[str, EncoderModule], together: dict[str, int], iterator: StepIterator):
+        """`together`: microbatches of a pass, by module."""
+        self._modules, self._together, self._iterator = modules, together, iterator
 
     def one(self) -> None:
-        """Compute the next microbatch of every module with room for one more."""
-        for name in self._bounds:
+        """Compute the next pass of every module."""
+        for name in self._together:
             self._compute_next(name)
 
     def all(self) -> None:
-        """Compute as many microbatches as there is room for."""
-        for name in self._bounds:
+        """Compute all passes that may be computed by now."""
+        for name in self._together:
             while self._compute_next(name):
                 pass
 
     def _compute_next(self, name: str) -> bool:
-        """Compute one microbatch; returns False if there was none to compute."""
-        count = 0
-        for microbatch in self._iterator.following():
+        """Compute the rest of the current pass, or the next pass; returns False if both are computed."""
+        together, upcoming = self._together[name], list[dict[str, Any]]()
+        for offset, (number, microbatch) in enumerate(self._iterator.following()):
+            starts_pass = number % together == 0
+            if starts_pass and (upcoming or offset >= together):
+                break
             inputs = microbatch["modality_inputs"][name]
-            if inputs is None:
-                continue
-            count += 1
-            if count > self._bounds[name]:
-                return False
-            if inputs[name][MEDIA].ahead is None:
-                self._modules[name].encode_ahead(to_device(inputs, self._iterator.device))
-                return True
-        return False
+            if inputs is not None and inputs[name][MEDIA].ahead is None:
+                upcoming.append(inputs)
+        if upcoming:
+            self._modules[name].encode_ahead(upcoming)
+        return bool(upcoming)
 
 
 def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool) -> str:

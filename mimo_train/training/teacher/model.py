@@ -130,7 +130,7 @@ class Teacher:
         """Return the hidden states of the learned tokens of each sample, by its place in the step: [tokens, H] on ranks
         of the last stage, empty on others. Collective over the teacher's ranks."""
         pipeline = self.parts.pipeline
-        pipeline.shapes.follow(step.plan, step.token_counts, step.loads, range(len(step.microbatches)))
+        pipeline.shapes.follow(step)
         with torch.no_grad():
             options = {"forward_only": True, "collect_non_loss_data": True}
             collected = pipeline.run(self._predict, self._batches(step), **options)

@@ -29,8 +29,8 @@ def _spoil_a_image(bad: bool) -> None:
 
     read = ShardDataset.read_media
 
-    def spoiled(self, number, module):
-        items, fault = read(self, number, module)
+    def spoiled(self, number, *which):
+        items, fault = read(self, number, *which)
         items = [item.float() for item in items]
         if bad and number == next(number for number in SUSPECTS if self.meta(number).tokens["images"]):
             items[-1][0, 3, 3] = float("nan")

@@ -70,8 +70,8 @@ def logits_here(model: Path, rows: list[list[int]], file: Path | None = None) ->
         prompt = prompts.with_inputs(ids, prompts.inputs([prompts.medium("image", file)] if file else []))
         batch: dict[str, Any] = {"input_ids": torch.tensor([ids]), "position_ids": prompt.positions_to(len(ids))}
         batch |= {"modality_inputs": prompt.inputs} if prompt.inputs else {}
-        counts = {name: [[number]] for name, number in prompt.rows.items()}
-        parts.pipeline.shapes.begin(counts, counts)
+        counts = {name: [number] for name, number in prompt.rows.items()}
+        parts.pipeline.shapes.begin(counts)
         with torch.no_grad():
             output = chunk(**batch, attention_mask=None)
         logits = output[0] if isinstance(output, tuple) else output

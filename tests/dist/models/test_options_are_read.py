@@ -162,7 +162,7 @@ def _of_a_run(cfg: Any, found: dict[str, set[str]]) -> None:
     parts = build_parts(run, *start_processes(run.cfg))
     place = parts.tokenizer.placeholder_id("<image>")
     ids = torch.tensor([[place, place, 5, 6]])
-    parts.pipeline.shapes.begin({"images": [[2]]}, {"images": [[16]]})
+    parts.pipeline.shapes.begin({"images": [2]})
     size = cfg.modules["images"].encoder.input_size(1, 1)
     parts.pipeline.model[0](
         input_ids=ids,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from data.order.load_balance import item_per_sample, routes_of
 from data.order.packing import Packing, plan_in_packs
 from data.order.step import StepBatch
 from data.order.step_plan import plan_in_order
@@ -120,21 +121,24 @@ def test_imbalance_is_the_busiest_rank_s_work_over_the_mean():
     overrides = ("layout=images_dp2_language_dp2", "train.micro_batch_size=1", "train.global_batch_size=4")
     layout = resolve(load("vlm_digits", overrides)).layout
     assert {name: module.dp for name, module in layout.modules.items()} == {"images": 2, "language": 2}
-    loads = {"images": [[6, 0], [2, 0]]}
-    batch = StepBatch(plan_in_order(0, 4, 2, 2, 10), [], [], {}, loads, {}, np.zeros(4, bool))
+    plan = plan_in_order(0, 4, 2, 2, 10)
+    batch = StepBatch(plan, [], [], {}, {}, {}, np.zeros(4, bool), {})
+    of_passes = routes_of(item_per_sample(np.array([6, 0, 2, 0])), plan, 2, by_items=False)
 
-    def spans(_module, _microbatch):
-        return [(0, 1), (1, 2)]
+    def routes(_module, microbatch):
+        return of_passes[microbatch]
 
     def tokens(texts):
         return float(sum(length * number for length, number in texts.items()))
 
-    assert imbalance(batch, layout, tokens, spans) == {
+    assert imbalance(batch, layout, tokens, routes) == {
         "imbalance/images": 2.0,
         **{f"imbalance{what}/language": 1.0 for what in ("", "_tokens", "_attention")},
     }
-    uneven = StepBatch(plan_of([30, 10], 2, Packing(64, 1)), [], [], {}, {"images": [[0, 0]]}, {}, np.zeros(2, bool))
-    longest = imbalance(uneven, layout, lambda texts: float(max(texts)), spans)
+    packed = plan_of([30, 10], 2, Packing(64, 1))
+    uneven = StepBatch(packed, [], [], {}, {}, {}, np.zeros(2, bool), {})
+    of_passes = routes_of(item_per_sample(np.array([0, 0])), packed, 2, by_items=False)
+    longest = imbalance(uneven, layout, lambda texts: float(max(texts)), routes)
     # Rows of 32: 30 tokens and 2 of padding, 10 and 22.
     assert longest == {
         "imbalance/language": pytest.approx(30 * 2 / (30 + 22)),

@@ -163,7 +163,7 @@ SHARED = {"placement.mode": "shared"}
             ["1 rank (0)", "of language 2 (0-1)", "tp x dp 2"],
         ),
         ({**SHARED, FIRST: {"images": 0, "language": 0}}, FIRST, ["shared"]),
-        ({f"{IMAGES}.balance": "pixels"}, f"{IMAGES}.balance", ["samples or patches", "'pixels'"]),
+        ({f"{IMAGES}.balance": "pixels"}, f"{IMAGES}.balance", ["samples or images", "'pixels'"]),
         ({"modules.sounds": ModuleConfig()}, "modules.sounds.encoder", ["missing"]),
         ({f"{IMAGES}.projector": None}, f"{IMAGES}.projector", ["missing"]),
         ({f"{LANGUAGE}.llm": None}, f"{LANGUAGE}.llm", ["llm@modules.language.llm=gpt_tiny"]),

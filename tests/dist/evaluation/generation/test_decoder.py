@@ -140,8 +140,8 @@ def compared(cfg, images: int) -> tuple[float, list[int], list[int], int, tuple[
         batch = {"input_ids": row, "labels": torch.zeros_like(row), "position_ids": torch.arange(limit)[None]}
         if prompt.inputs:
             batch["modality_inputs"] = prompt.inputs
-        rows = {name: [[count]] for name, count in prompt.rows.items()}
-        pipeline.shapes.begin(rows, rows)
+        rows = {name: [count] for name, count in prompt.rows.items()}
+        pipeline.shapes.begin(rows)
         with torch.no_grad():
             output, _ = predict(iter([batch]), pipeline.model[0])
         return real(output[0, len(ids) - 1])

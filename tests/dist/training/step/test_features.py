@@ -47,8 +47,8 @@ def _watched(cfg, steps: int) -> tuple[list[tuple], list[int], list[int]]:
         seen[-1] += len(pixels)
         return forward(self, pixels, *arguments, **options)
 
-    def counted_read(self, number, module):
-        items, fault = read_media(self, number, module)
+    def counted_read(self, number, *which):
+        items, fault = read_media(self, number, *which)
         read[-1] += len(items)
         return items, fault
 
@@ -143,33 +143,33 @@ def _order(cfg, steps: int) -> tuple[list[tuple], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "frozen"),
+    ("layout", "frozen", "together", "dealt"),
     [
-        ("two_processes", "[encoder]"),
-        ("two_processes", "[encoder, projector]"),
-        ("images_tp2_language_pp2", "[encoder]"),
-        ("images_dp2_language_dp2", "[encoder, projector]"),
+        ("two_processes", "[encoder, projector]", 1, "samples"),
+        ("images_tp2_language_pp2", "[encoder]", 2, "samples"),
+        ("images_dp2_language_dp2", "[encoder]", 3, "images"),
     ],
-    ids=["two processes, projector learns", "two processes, wholly frozen", "tp2 and pp2", "dp2, wholly frozen"],
+    ids=["one microbatch, wholly frozen", "tp2 and pp2", "images are dealt over three microbatches"],
 )
-def test_prefetching_changes_no_bit(layout, frozen, few, tmp_path):
-    frozen = f"modules.images.freeze={frozen}"
-    world, curves = None, {}
-    for bound in (0, 2):
-        cfg = vlm(
-            few, tmp_path / f"{bound}", f"layout={layout}", frozen, f"modules.images.prefetch_microbatches={bound}"
-        )
-        world = run_ranks(_order, resolve(cfg).layout.world_size, cfg, 3)
-        curves[bound] = whole([curve for curve, _ in world])
-        if bound == 0:
-            assert not any("ahead" in done for _, done in world)
-    assert curves[0] == curves[2]
-    encoders = [done for _, done in world if done]
-    microbatches = resolve(cfg).batch.num_microbatches
-    for done in encoders:
+def test_prefetching_changes_no_number(layout, frozen, together, dealt, few, tmp_path):
+    layout, frozen = f"layout={layout}", f"modules.images.freeze={frozen}"
+    plain, ahead = (
+        vlm(few, tmp_path / f"{bound}", layout, frozen, f"modules.images.prefetch_microbatches={bound}", *changes)
+        for bound, changes in ((0, ()), (together, [f"modules.images.balance={dealt}"]))
+    )
+    ranks = resolve(plain).layout.world_size
+    world = run_ranks(_order, ranks, plain, 3)
+    assert not any("ahead" in done for _, done in world)
+    curve = whole([curve for curve, _ in world])
+    world = run_ranks(_order, ranks, ahead, 3)
+    difference = differ(whole([curve for curve, _ in world]), curve)
+    assert difference < TOLERANCE if together > 1 else difference == 0
+    microbatches = resolve(ahead).batch.num_microbatches
+    passes = -(-microbatches // together)
+    for done in (done for _, done in world if done):
         # Nothing is there for the first microbatch; later ones and those of the next steps are ahead of their turn.
-        assert done[0] == "now" and done.count("ahead") >= 2 * microbatches
-        assert len(done) <= 3 * microbatches + 2, "no microbatch is computed twice, and two at most for later"
+        assert done[0] == "now" and done.count("now") == 1 and done.count("ahead") >= 2 * passes
+        assert len(done) <= 1 + 3 * passes + 1, "no microbatch is computed twice, and one pass at most for later"
 
 
 def test_prefetched_features_come_from_the_cache_too(few, tmp_path):

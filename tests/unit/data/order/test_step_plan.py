@@ -1,8 +1,5 @@
 """The plan of a step: arrays that say what is known of each of its samples, and microbatches of similar lengths."""
 
-import random
-from itertools import combinations, pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +8,7 @@ from hypothesis import strategies as st
 from data.index.catalogue import open_catalogue
 from data.media.options import Bounds
 from data.order.order import GlobalOrder
-from data.order.step_plan import Padding, balanced_parts, plan_by_length, plan_in_order, spread_parts
+from data.order.step_plan import Padding, plan_by_length, plan_in_order
 from data.records.members import NO_FIELDS, read_fields
 from data.samples.media_spec import Media
 from data.samples.sample_meta import SampleTable
@@ -66,6 +63,7 @@ MEDIA = [
         lambda height, width: (8, 8),
         inner_tokens=lambda height, width: 5 + height,
         pairs=lambda height, width: 7 * (1 + width),
+        pair_cost=0.25,
         cut_several=False,
     ),
     Media("audio", "audio", "<audio>", lambda frames, rate: frames // rate, lambda frames, rate: (frames, rate)),
@@ -88,6 +86,12 @@ def test_the_arrays_of_a_step_are_those_of_its_samples(tmp_path, fields):
             pairs = [media.pairs(*extent) for extent in extents] if media.pairs else [load**2 for load in loads]
             arrays = [of[media.module][place] for of in (found.tokens, found.loads, found.pairs)]
             assert arrays == [sum(tokens), sum(loads), sum(pairs)], (number, media.module)
+            items = found.media[media.module]
+            of_sample = items[items.places == place]
+            work = [load + round(media.pair_cost * of_item) for load, of_item in zip(loads, pairs, strict=True)]
+            columns = [of_sample.numbers, of_sample.tokens, of_sample.loads, of_sample.work]
+            expected = [list(range(len(tokens))), tokens, loads, work]
+            assert [column.tolist() for column in columns] == expected, (number, media.module)
         bad += meta.bad_reason is not None
     assert 10 < bad < 80 and len({tuple(row) for row in np.stack([*found.pairs.values()], 1).tolist()}) > 5
     assert found.lengths is None
@@ -125,9 +129,9 @@ def test_microbatches_hold_similar_lengths_and_every_sample_once(lengths, replic
     alone = plan_by_length(7, lengths, 12, 1, 100, Padding(unit))
     for at in range(4):
         assert sorted(plan.places[at]) == sorted(alone.places[at])
-        assert [plan.places[at][slice(*span)].tolist() for span in plan.spans[at]] == [
-            share.places.tolist() for share in plan.shares[at]
-        ]
+    positions, replica_of = plan.positions_and_replicas
+    assert positions[np.concatenate(plan.places)].tolist() == list(range(48))
+    assert all((replica_of[share.places] == at % replicas).all() for at, share in enumerate(shares))
     tops = [max(lengths[plan.places[at]]) for at in range(4)]
     assert tops == sorted(tops, reverse=True) and plan.tokens == lengths.sum() <= plan.positions
 
@@ -152,37 +156,3 @@ def test_equal_lengths_leave_samples_in_their_order():
 def test_a_step_of_bad_samples_has_rows_of_a_unit(replicas):
     plan = plan_by_length(0, np.zeros(8, dtype=int), 4, replicas, 64, Padding(8))
     assert plan.texts_of_length == {8: 8} and plan.tokens == 0
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
-@settings(max_examples=200)
-def test_balanced_parts_are_contiguous_and_no_others_are_better(loads, parts):
-    spans = balanced_parts(loads, parts)
-    assert len(spans) == parts and spans[0][0] == 0 and spans[-1][1] == len(loads)
-    assert all(before[1] == after[0] for before, after in pairwise(spans))
-
-    def worst(cuts) -> int:
-        return max(sum(loads[first:last]) for first, last in pairwise((0, *cuts, len(loads))))
-
-    best = min(
-        worst(cuts) for count in range(min(parts, len(loads))) for cuts in combinations(range(1, len(loads)), count)
-    )
-    assert max(sum(loads[first:last]) for first, last in spans) == best
-
-
-def test_spread_parts_are_balanced_over_the_microbatches_together():
-    draw = random.Random(0)
-    loads = [[draw.choice([0, 0, 144, 256, 400, 576]) for _ in range(10)] for _ in range(24)]
-
-    def busiest(spread) -> float:
-        work = [
-            sum(sum(of[first:last]) for of, (first, last) in zip(loads, spans, strict=True))
-            for spans in zip(*spread, strict=True)
-        ]
-        return max(work) * len(work) / sum(work)
-
-    spread = spread_parts([*loads, []], 4)
-    assert spread.pop() == [(0, 0)] * 4
-    in_order = [balanced_parts(of, 4) for of in loads]
-    assert [sorted(spans) for spans in spread] == [sorted(spans) for spans in in_order]
-    assert busiest(spread) < 1.02 < 1.1 < busiest(in_order)

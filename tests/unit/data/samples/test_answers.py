@@ -139,9 +139,9 @@ def test_media_are_read_once_and_their_rows_repeated(folder, monkeypatch):
     read = Counter()
     original = ShardDataset.read_media
 
-    def counting(self, number, module):
+    def counting(self, number, *which):
         read[number] += 1
-        return original(self, number, module)
+        return original(self, number, *which)
 
     monkeypatch.setattr(ShardDataset, "read_media", counting)
     for padding in PADDINGS.values():
@@ -160,7 +160,7 @@ def test_media_are_read_once_and_their_rows_repeated(folder, monkeypatch):
                 assert rows == expected
                 pixels = batch["modality_inputs"]["images"]
                 assert sum(count > 0 for count in counts) == (0 if pixels is None else len(pixels["images"]["pixels"]))
-        assert read == Counter(range(12))
+        assert read == Counter(number for number in range(12) if data.token_counts(number)["images"])
 
 
 def test_a_bad_answer_or_image_drops_the_sample(folder):

@@ -264,7 +264,7 @@ def test_every_text_that_fields_name_is_announced(storage, dataset, tmp_path):
     fields = read_fields({"question": "q.txt", "answer": "a.txt"})
     there = dataset(shards=str(url), media=(), fields=fields, keep_text=True, cache_dir=tmp_path)
     for announce in (
-        lambda: there.expect_samples([(0, (), True)]),
+        lambda: there.expect_samples([(0, {}, True)]),
         lambda: there.expect_texts(0, range(1)),
     ):
         announce()

@@ -103,7 +103,7 @@ def test_a_model_of_30b_parameters_as_it_is_fits_by_sharding():
     experts=st.sampled_from([0, 0, 4]),
     details=st.booleans(),
     more=st.sampled_from([
-        {}, {"modules.images.balance": "patches"}, {"train.recompute": "selective"},
+        {}, {"modules.images.balance": "images"}, {"train.recompute": "selective"},
         {"train.rampup_batch_size": [1, 1, 9]},
         {"modules.language.llm.dropout": 0.1}, {"optim.distributed_optimizer": False},
         {"modules.images.freeze": ["encoder"]}, {"data.sequence_length": 97}, {"placement.first_rank": {"images": 0,
