@@ -155,7 +155,9 @@ def tensors(index: Index, patterns: Collection[str] = ()) -> list[Tensor]:
     for key in index.pieces:
         named = f"{key.module}.{key.name}"
         if not is_of_rank(key) and (not patterns or any(fnmatchcase(named, pattern) for pattern in patterns)):
-            keys.setdefault((key.module, key.name), {})[key.state] = key
+            # States of other shapes than their parameter's have names of their own.
+            name = key.name if key.state == WEIGHT else key.name.removesuffix(f".{key.state}")
+            keys.setdefault((key.module, name), {})[key.state] = key
     return [_tensor(index, module, name, by_state) for (module, name), by_state in keys.items()]
 
 

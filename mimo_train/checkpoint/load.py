@@ -23,7 +23,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.frozen_base import require_same
-from mimo_train.checkpoint.local_shards import MOMENTS, LocalShard, optimizer_shards, shards_of_model
+from mimo_train.checkpoint.local_shards import LocalShard, optimizer_shards, shards_of_model
 from mimo_train.checkpoint.rank_state import state_of_rank
 from mimo_train.checkpoint.resume.choose import chosen_by_first
 from mimo_train.config.errors import UserError
@@ -72,15 +72,17 @@ def load_checkpoint(
     require_used(shards, reader, folder, None if optimizer else layout.modules)
     require_stored(wanted, reader, folder)
     by_parameter = {id(shard.tensor): shard for shard in shards}
-    require_stored([by_parameter[id(part.parameter)] for part in updated], reader, folder, states=True)
+    require_states(((by_parameter[id(part.parameter)], [*part.values]) for part in updated), reader, folder)
     with agreed(), damage_named(folder):
         states = [
-            (by_parameter[id(part.parameter)].key(state), span, values[first - part.start : last - part.start])
+            (by_parameter[id(part.parameter)].key(state), span, values)
             for part in updated
-            for first, last, span in by_parameter[id(part.parameter)].spans(part.start, part.stop)
-            for state, values in part.values.items()
+            for state in part.values
+            for span, values in part.spans(by_parameter[id(part.parameter)], state)
         ]
         fill(reader, [*weight_targets((shard, shard.key()) for shard in wanted), *states])
+        for part in updated:
+            part.stored()
         rng = rerun = None
         if optimizer is not None and record["layout"] == folders.recorded_layout(layout):
             rng = state_of_rank(reader, "rng")
@@ -131,11 +133,8 @@ def opened(folder: Place) -> tuple[Reader, dict[str, Any]]:
     return reader, record
 
 
-def require_stored(shards: Iterable[LocalShard], reader: Reader, folder: Place, *, states: bool = False) -> None:
+def require_stored(shards: Iterable[LocalShard], reader: Reader, folder: Place) -> None:
     """Require every tensor in the checkpoint, with the same shape. Collective.
-
-    Args:
-        states: True to require the tensors' optimizer states instead.
 
     Raises:
         UserError: some are missing; on every rank, with the findings of the lowest such rank.
@@ -143,18 +142,11 @@ def require_stored(shards: Iterable[LocalShard], reader: Reader, folder: Place, 
     with agreed():
         faults: dict[str, str] = {}
         for shard in shards:
-            for key in (shard.key(state) for state in (MOMENTS if states else (WEIGHT,))):
-                if key not in reader.index.pieces:
-                    fault = f"has no {key.state} in it" if states else "is not in it"
-                elif (fault := shape_fault(shard, key, reader)) == "":
-                    continue
-                faults.setdefault(f"{shard.module} {shard.name}", fault)
-        if faults and states:
-            raise UserError(
-                f"checkpoint {folder} is of a run that trained other parameters: {listed_faults(faults)}; give the "
-                "config that it was saved with, or begin a new run with its weights: another run.dir, and "
-                f"checkpoint.weights={folder}"
-            )
+            if shard.key() not in reader.index.pieces:
+                fault = "is not in it"
+            elif (fault := shape_fault(shard, shard.key(), reader)) == "":
+                continue
+            faults.setdefault(f"{shard.module} {shard.name}", fault)
         if faults:
             # Keys that differ were rejected before: a version that adapts further layers by default.
             older = all(is_adapter(name) for name in faults)
@@ -165,6 +157,26 @@ def require_stored(shards: Iterable[LocalShard], reader: Reader, folder: Place, 
                 else "give the config that it was saved with, or begin a new run in another run.dir"
             )
             raise UserError(f"checkpoint {folder} is of another model: {listed_faults(faults)}; {remedy}")
+
+
+def require_states(shards: Iterable[tuple[LocalShard, list[str]]], reader: Reader, folder: Place) -> None:
+    """Require the states of the optimizer in the checkpoint. Collective; errors are as in `require_stored`.
+
+    Args:
+        shards: tensors and their states.
+    """
+    with agreed():
+        faults: dict[str, str] = {}
+        for shard, states in shards:
+            for key in (shard.key(state) for state in states):
+                if key not in reader.index.pieces:
+                    faults.setdefault(f"{shard.module} {shard.name}", f"has no {key.state} in it")
+        if faults:
+            raise UserError(
+                f"checkpoint {folder} is of a run that trained other parameters, or with another optim.name: "
+                f"{listed_faults(faults)}; give the config that it was saved with, or begin a new run with its "
+                f"weights: another run.dir, and checkpoint.weights={folder}"
+            )
 
 
 def shape_fault(shard: LocalShard, key: Key, reader: Reader) -> str:

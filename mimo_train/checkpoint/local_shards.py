@@ -1,8 +1,9 @@
 """This rank's shards of parameters, buffers and optimizer state, and the fingerprints of a run's inputs."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -22,13 +23,12 @@ from mimo_train.checkpoint.format.write import Part
 from mimo_train.config.errors import UserError
 from mimo_train.models.parameters import modules_of, tensor_names
 from mimo_train.models.sharding import ShardedModule, shard_of
+from mimo_train.optim.group_optimizer import FACTORS
 from mimo_train.optim.module_optimizer import ModuleOptimizer, ShardOptimizer
+from mimo_train.optim.shards import model_parameters
 
 METADATA = {"singleton_local_shards": False}
 """Metadata with which Megatron-Core returns sharded state dicts."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's states of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class LocalShard:
     """Index of this copy among pipeline stages, tensor-parallel and data-parallel ranks; all 0 for the first."""
 
     def key(self, state: str = WEIGHT) -> Key:
-        """Return the key of this tensor or of one of its optimizer states."""
-        return Key(self.module, self.name, state)
+        """Return the key of this tensor or of one of its optimizer states. A name has one shape: states of other shapes
+        have names of their own."""
+        return Key(self.module, f"{self.name}.{state}" if state in FACTORS else self.name, state)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, Span]]:
         """Yield (first element, last + 1, span of the whole tensor) for a flat range of this tensor."""
@@ -54,6 +55,16 @@ class LocalShard:
             first, last = max(start, at), min(stop, at + box.numel)
             if first < last:
                 yield first, last, box.part(first - at, last - at)
+
+    def spans_along(self, dim: int, *, once: bool = False) -> Iterator[tuple[int, int, Span]]:
+        """Yield (first, last + 1, span) of a vector with an entry for each row (0) or column (1) of this matrix. With
+        `once` those of the ranks with the first column or row, so that tensor-parallel ranks yield each entry once."""
+        for at, box in self.boxes if dim == 0 else self.boxes[:1]:
+            if once and box.offset[1 - dim]:
+                continue
+            size = box.size[dim]
+            first = at // box.size[1] if dim == 0 else 0
+            yield first, first + size, Span((box.shape[dim],), (box.offset[dim],), (size,), 0, size)
 
 
 def shards_of_model(model: list[MegatronModule]) -> list[LocalShard]:
@@ -142,48 +153,43 @@ class OptimizerShard:
     start: int
     stop: int
     values: dict[str, torch.Tensor]
-    """Values by state, [stop - start] each; WEIGHT is the fp32 master copy."""
+    """Values by state, [stop - start] each; WEIGHT is the fp32 master copy. `FACTORS` have one for each row or column
+    of
+    the parameter."""
     is_cut: bool
     """True if data-parallel ranks have other ranges."""
+    stored: Callable[[], None]
+    """Function to call after a change of `values`, which may be copies."""
+
+    def spans(self, shard: LocalShard, state: str, *, once: bool = False) -> Iterator[tuple[Span, torch.Tensor]]:
+        """Yield (span of the whole tensor or of its rows or columns, values) of a state.
+
+        Args:
+            shard: of the parameter.
+            once: leave out what other ranks yield too, except replicas of `shard`.
+        """
+        values = self.values[state]
+        if state in FACTORS:
+            if not (once and self.start > 0):
+                along = shard.spans_along(FACTORS[state], once=once)
+                yield from ((span, values[first:last]) for first, last, span in along)
+            return
+        for first, last, span in shard.spans(self.start, self.stop):
+            yield span, values[first - self.start : last - self.start]
 
 
 def optimizer_shards(optimizer: MegatronOptimizer) -> Iterator[OptimizerShard]:
     """Yield everything that a Megatron-Core optimizer holds on this rank; missing moments are created."""
     if optimizer.is_stub_optimizer:
         return
-    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    is_cut = isinstance(optimizer, ShardOptimizer)
-    if isinstance(optimizer, DistributedOptimizer):
-        for parameter, sharded in _ranges(optimizer):
-            states = optimizer._get_main_param_and_optimizer_states(parameter)
-            values = {WEIGHT: states["param"], **{key: states[key] for key in MOMENTS}}
-            yield OptimizerShard(parameter, sharded.start, sharded.end, _flat(values), is_cut=True)
-        return
-    for parameter in _parameters(optimizer):
-        main = getattr(parameter, "main_param", parameter)
-        state = optimizer.optimizer.state[main]
-        values = {WEIGHT: main, **{key: state[key] for key in MOMENTS}}
-        yield OptimizerShard(parameter, 0, parameter.numel(), _flat(values), is_cut=is_cut)
-
-
-def _flat(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key: value.detach().view(-1) for key, value in values.items()}
-
-
-def _parameters(optimizer: MegatronOptimizer) -> list[torch.nn.Parameter]:
-    """Return the model's parameters of an optimizer whose replicas hold the whole state."""
-    if hasattr(optimizer, "float16_groups"):
-        groups = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
-        return [parameter for group in groups for parameter in group]
-    return list(optimizer.get_parameters())
-
-
-def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Any]]:
-    for by_dtype in optimizer.gbuf_ranges:
-        for buckets in by_dtype.values():
-            for bucket in buckets:
-                for parameter, sharded in bucket["param_map"].items():
-                    yield parameter, sharded["param"]
+    inner = optimizer.optimizer
+    inner.init_states()
+    is_cut = isinstance(optimizer, DistributedOptimizer | ShardOptimizer)
+    for main, shard in inner.shards.items():
+        values = inner.read_states(main)
+        stored = partial(inner.write_states, main, values)
+        values = {WEIGHT: main.detach().view(-1), **values}
+        yield OptimizerShard(shard.parameter, shard.start, shard.stop, values, is_cut, stored)
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> set[int]:
@@ -192,7 +198,7 @@ def trained_parameters(optimizer: MegatronOptimizer) -> set[int]:
         return set()
     if isinstance(optimizer, DistributedOptimizer):
         return {id(parameter) for buffer in optimizer.buffers for parameter in buffer.param_index_map}
-    return {id(parameter) for parameter in _parameters(optimizer)}
+    return {id(parameter) for parameter in model_parameters(optimizer)}
 
 
 def parts_to_write(shards: list[LocalShard], optimizer: ModuleOptimizer, *, finite: bool) -> Iterator[Part]:
@@ -210,10 +216,9 @@ def parts_to_write(shards: list[LocalShard], optimizer: ModuleOptimizer, *, fini
             shard = by_parameter[id(updated.parameter)]
             if any(shard.replica[:2] if updated.is_cut else shard.replica):
                 continue
-            for first, last, span in shard.spans(updated.start, updated.stop):
-                for state, values in updated.values.items():
-                    part = values[first - updated.start : last - updated.start]
-                    yield Part(shard.key(state), span, part, finite and state == WEIGHT)
+            for state in updated.values:
+                for span, values in updated.spans(shard, state, once=True):
+                    yield Part(shard.key(state), span, values, finite and state == WEIGHT)
     for shard in shards:
         if id(shard.tensor) not in trained and not any(shard.replica):
             flat = shard.tensor.detach().reshape(-1)

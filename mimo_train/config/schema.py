@@ -2,7 +2,7 @@
 ranks and batches together."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, value_faults
@@ -13,8 +13,9 @@ from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_distill import DISTILL, SFT, DistillConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_optim import OF_WHOLE_MATRICES, OptimConfig
 from mimo_train.config.schema_run import LaunchConfig, PlacementConfig, RunConfig
-from mimo_train.config.schema_train import OptimConfig, TrainConfig
+from mimo_train.config.schema_train import TrainConfig
 from mimo_train.config.tasks import TASKS, PreferenceConfig, TaskTraits
 from mimo_train.config.transformers_llm import TransformersLlm
 
@@ -87,6 +88,12 @@ class ConfigContainer(Section):
         train = replace(self.train, task=SFT)
         return replace(self, train=train, preference=PreferenceConfig(), distill=DistillConfig())
 
+    def optim_of(self, name: str) -> OptimConfig:
+        """Return the optimizer settings of module `name`: those of `optim`, overridden by `modules.NAME.optim`."""
+        overrides, keys = self.modules[name].optim, {each.name for each in fields(OptimConfig)}
+        changed = {each.name: getattr(overrides, each.name) for each in fields(overrides) if each.name in keys}
+        return replace(self.optim, **{key: value for key, value in changed.items() if value is not None})
+
     def recompute_of(self, name: str) -> str:
         """Return the recompute setting of module `name`: none, selective or full."""
         return self.modules[name].recompute or self.train.recompute
@@ -121,7 +128,12 @@ class ConfigContainer(Section):
         yield from self.distill.faults(self.train.task)
         if self.train.task == DISTILL and self.train.logits != "learned":
             yield Fault("train.logits", f"must be learned with train.task=distill, is {self.train.logits}")
-        yield from self.optim.faults(self.train.precision)
+        optimizers = {self.optim_of(name).name for name in self.modules} or {self.optim.name}
+        yield from self.optim.faults(self.train.precision, optimizers)
+        for name, module in self.modules.items():
+            if module.layout.fsdp and (optimizer := self.optim_of(name).name) in OF_WHOLE_MATRICES:
+                text = f"is true, and {optimizer} needs whole matrices. Set it to false, or optim.name=adamw"
+                yield Fault(f"modules.{name}.layout.fsdp", text)
         yield from self.checkpoint.faults()
         watched = (("checkpoint.keep_best", self.checkpoint.keep_best), ("train.stop_early", self.train.stop_early))
         for key, section in watched:

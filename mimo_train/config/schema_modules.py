@@ -10,7 +10,8 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH
 from mimo_train.config.parts import ADAPTED, LANGUAGE, why_no_parameter
-from mimo_train.config.schema_train import COMPILE, DECAYS, FP8, MOST_DECAY, MOST_RATE, RECOMPUTE, OptimConfig
+from mimo_train.config.schema_optim import ModuleOptimConfig, OptimConfig
+from mimo_train.config.schema_train import COMPILE, FP8, RECOMPUTE
 from mimo_train.config.transformers_llm import TransformersLlm
 
 MOST_RANKS = 2**20
@@ -46,50 +47,6 @@ class LayoutConfig(Section):
         yield from value_faults(self, prefix)
         if self.sp and self.tp == 1:
             yield Fault(f"{prefix}.sp", "sequence parallel needs tp > 1, tp is 1: set sp to false or raise tp")
-
-
-@dataclass
-class ModuleOptimConfig(Section):
-    """Values of this module that differ from `optim`; not set: as there."""
-
-    lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
-    """As `optim.lr`."""
-    min_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
-    """As `optim.min_lr`."""
-    warmup_iters: int | None = key(None, at_least=0)
-    """As `optim.warmup_iters`."""
-    decay: str | None = key(None, choices=DECAYS)
-    """`cosine`, `linear` or `constant`."""
-    weight_decay: float | None = key(None, at_least=0, at_most=MOST_DECAY)
-    """As `optim.weight_decay`."""
-    clip_grad: float | None = key(None, at_least=0)
-    """Largest gradient norm of this module, clipped apart from the others; 0: no clipping."""
-    projector_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
-    """Peak learning rate of the projector, if it differs from the encoder's."""
-
-    def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
-        """Yield invalid values of module `name`, alone and with those of `optim`, which apply if this module sets
-        none."""
-        prefix = f"modules.{name}.optim"
-        yield from value_faults(self, prefix)
-        if self.projector_lr is not None and name == LANGUAGE:
-            yield Fault(
-                f"{prefix}.projector_lr",
-                "applies to encoders only: the language model has no projector. Set it at the encoder's module",
-            )
-        if (self.decay or optim.decay) == "constant":
-            return
-        least_key = f"{prefix}.min_lr" if self.min_lr is not None else "optim.min_lr"
-        least = optim.min_lr if self.min_lr is None else self.min_lr
-        peaks = {"lr": optim.lr if self.lr is None else self.lr, "projector_lr": self.projector_lr}
-        for field_name, peak in peaks.items():
-            is_set = getattr(self, field_name) is not None
-            if (is_set or self.min_lr is not None) and peak is not None and 0 <= peak < least:
-                yield Fault(
-                    f"{prefix}.{field_name if is_set else 'min_lr'}",
-                    f"a rate of {peak:g} would rise to {least_key} {least:g} at the end: set {prefix}.min_lr to at "
-                    f"most {peak:g}",
-                )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Keys of the training loop and of the optimizer: `train` and `optim`."""
+"""Keys of the training loop: `train`."""
 
 import re
 from collections.abc import Iterator
@@ -17,15 +17,6 @@ FP8 = ("none", "tensorwise", "blockwise", "mxfp8")
 
 COMPILE = ("none", "layers")
 """Values of `train.compile`."""
-
-DECAYS = ("cosine", "linear", "constant")
-"""Values of `optim.decay`."""
-
-MOST_RATE, MOST_DECAY = 1000.0, 1000.0
-"""Maximum learning rate and weight decay; more is a typo."""
-
-MOST_SCALE = 2.0**126
-"""Maximum loss scale: above it, a gradient of 1 is not finite in fp32."""
 
 ENTRY = r"\w+(\.\w+)*:\w+"
 """Format of entries in `train.callbacks` and `train.forward_step`."""
@@ -124,68 +115,3 @@ class TrainConfig(Section):
         elif self.forward_step and self.task != "sft":
             text = f"is {self.forward_step}, and train.task={self.task} has a loss of its own. Set one of them only"
             yield Fault("train.forward_step", text)
-
-
-@dataclass
-class OptimConfig(Section):
-    """The optimizer and its schedule, the same for every module."""
-
-    name: str = key("adamw", choices=("adamw",))
-    """The optimizer. `adamw` is the only choice so far."""
-    lr: float = key(1e-3, at_least=0, at_most=MOST_RATE)
-    """Peak learning rate."""
-    min_lr: float = key(1e-5, at_least=0, at_most=MOST_RATE)
-    """Learning rate at the last step. At most `lr`."""
-    warmup_iters: int = key(0, at_least=0)
-    """Steps of linear warm-up from 0."""
-    decay: str = key("cosine", choices=DECAYS)
-    """`cosine`, `linear` or `constant`, from the end of warm-up to `train.iters`."""
-    weight_decay: float = key(0.01, at_least=0, at_most=MOST_DECAY)
-    """Decoupled weight decay, on matrices only."""
-    beta1: float = key(0.9, at_least=0, below=1)
-    """Decay rate of the first moment."""
-    beta2: float = key(0.95, at_least=0, below=1)
-    """Decay rate of the second moment."""
-    eps: float = key(1e-8, above=0, at_most=1000)
-    """Added to the denominator of the update."""
-    clip_grad: float = key(1.0, at_least=0)
-    """Largest gradient norm over all modules without `clip_grad` of their own; 0: no clipping."""
-    loss_scale: float = key(0.0, at_least=0, at_most=MOST_SCALE, zero_means="dynamic")
-    """Fixed loss scale of fp16, a power of 2; 0: dynamic. See docs/configuration.md#fp16."""
-    initial_loss_scale: float = key(65536.0, at_least=1, at_most=MOST_SCALE)
-    """First dynamic loss scale."""
-    loss_scale_window: int = key(1000, at_least=1)
-    """Steps without overflow before the dynamic loss scale doubles."""
-    distributed_optimizer: bool = True
-    """Shard master weights and moments over data-parallel replicas. Checkpoints fit both."""
-    overlap_grad_reduce: bool = False
-    """Reduce the language model's gradients during its backward pass. See docs/configuration.md#overlap."""
-    overlap_param_gather: bool = False
-    """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
-
-    def faults(self, precision: str) -> Iterator[Fault]:
-        """Yield invalid values, alone and together; `precision`: `train.precision`."""
-        yield from value_faults(self, "optim")
-        if 0 <= self.lr < self.min_lr:
-            yield Fault("optim.min_lr", f"must be at most optim.lr {self.lr}, is {self.min_lr}")
-        if self.loss_scale > 0 and precision != "fp16":
-            yield Fault(
-                "optim.loss_scale",
-                f"is {self.loss_scale:g}, but only fp16 scales losses and train.precision is {precision}: leave it "
-                "at 0",
-            )
-        yield from self._overlap_faults()
-
-    def _overlap_faults(self) -> Iterator[Fault]:
-        if not self.overlap_param_gather:
-            return
-        if not self.distributed_optimizer:
-            yield Fault(
-                "optim.overlap_param_gather",
-                "requires optim.distributed_optimizer=true. Set it, or optim.overlap_param_gather=false",
-            )
-        elif not self.overlap_grad_reduce:
-            yield Fault(
-                "optim.overlap_param_gather",
-                "requires optim.overlap_grad_reduce=true. Set it, or optim.overlap_param_gather=false",
-            )

@@ -12,8 +12,9 @@ from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_optim import OptimConfig
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
-from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows
+from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows, vocabulary_parameters
 from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
@@ -66,17 +67,29 @@ class StageMemory:
     memory: Memory
 
 
-def parameter_memory(count: ParameterCount, precision: str, dp: int) -> Memory:
+def parameter_memory(count: ParameterCount, precision: str, dp: int, moments: float = 8.0) -> Memory:
     """Return weights, gradients and optimizer states of the parameters of one rank. Bytes per trained parameter with
     Megatron-Core's distributed optimizer over `dp` ranks and Adam (its "Distributed Optimizer" page): fp32 4 + 4 + 8 /
     dp (two moments); bf16 2 + 4 + 12 / dp (fp32 gradients; fp32 master weights and two moments). Without the
-    distributed optimizer dp is 1. A frozen parameter is only a weight."""
-    states = 8 if precision == "fp32" else 12
+    distributed optimizer dp is 1. A frozen parameter is only a weight. `moments`: bytes of a parameter's moments."""
+    states = moments if precision == "fp32" else 4 + moments
     return Memory(
         weights=count.total * BYTES[precision],
         gradients=count.trainable * 4,
         optimizer=math.ceil(count.trainable * states / dp),
     )
+
+
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 256}
+"""Bytes of a moment by `optim.moments`; 8 bit has a scale for 256 elements."""
+
+MOMENTS = {"adamw": 2, "muon": 1, "lion": 1, "adafactor": 0}
+"""Moments by `optim.name`: of matrices with Muon, whose embeddings and output layers have AdamW's. The rows and columns
+of Adafactor, and the moments of vectors with both, are not counted."""
+
+
+def _moment_bytes(optim: OptimConfig, name: str) -> float:
+    return MOMENTS[name] * MOMENT_BYTES[optim.moments]
 
 
 def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0) -> list[StageMemory]:
@@ -106,11 +119,18 @@ def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sampl
     counts = module_parameters(cfg, name, vocab, **sizes)
     experts = counts.pop("experts", ParameterCount(0, 0))
     dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
-    memory, gathered = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1), 0
+    optim, replicas, gathered = cfg.optim_of(name), module.dp * module.cp if divided else 1, 0
+    moments = _moment_bytes(optim, optim.name)
+    memory = parameter_memory(dense, cfg.train.precision, replicas, moments)
     if module.fsdp:
         shards = sharded_bytes(cfg, name, dense, module.dp)
-        memory, gathered = Memory(shards.weights, shards.gradients, shards.optimizer), shards.gathered
-    memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
+        states = math.ceil(dense.trainable * moments / module.dp)
+        memory, gathered = Memory(shards.weights, shards.gradients, states), shards.gathered
+    memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1, moments)
+    if name == LANGUAGE and optim.name == "muon" and dense.trainable == dense.total:
+        vocabulary = vocabulary_parameters(cfg.llm, vocab, module.tp, stage, module.pp)
+        more = vocabulary * (_moment_bytes(optim, "adamw") - moments)
+        memory += Memory(optimizer=math.ceil(more / replicas))
     copies = {"tp": module.tp, "stages": module.pp, "vpp": module.vpp, "ep": module.ep, "etp": module.etp}
     memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, **copies))
     if name == LANGUAGE:

@@ -85,10 +85,16 @@ def language_parameters(
         count += sequence_length * hidden if llm.position == "learned" else 0
     if last:
         count += hidden * (llm.norm_vectors + value_head)
-    if value_head:
-        return count + first * math.ceil(vocab / tp) * hidden
-    tables = 1 if llm.tie_embeddings else first + last
-    return count + (tables if first or last else 0) * math.ceil(vocab / tp) * hidden
+    return count + vocabulary_parameters(llm, vocab, tp, stage, stages, value_head=value_head)
+
+
+def vocabulary_parameters(
+    llm: LlmSpec, vocab: int, tp: int, stage: int, stages: int, *, value_head: bool = False
+) -> int:
+    """Return the parameters of embedding and output layer on one rank. Arguments as in `language_parameters`."""
+    first, last = stage == 0, stage == stages - 1
+    tables = first if value_head else first or last if llm.tie_embeddings else first + last
+    return tables * math.ceil(vocab / tp) * llm.hidden_size
 
 
 def expert_parameters(

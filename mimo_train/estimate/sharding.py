@@ -45,7 +45,6 @@ class ShardedBytes:
     """Shards: fp32 of trained parameters, which are the optimizer's master copies; others as computed. Of a language
     model also the whole tables of the vocabulary."""
     gradients: int
-    optimizer: int
     gathered: int
     """Whole units while they compute: two layers, since the next one is gathered ahead, and the gradient of one, in the
     type of the layer and in fp32."""
@@ -54,7 +53,7 @@ class ShardedBytes:
 
 
 def sharded_bytes(cfg: ConfigContainer, name: str, count: ParameterCount, dp: int) -> ShardedBytes:
-    """Return the bytes of a module's parameters, gradients and Adam states over `dp` ranks."""
+    """Return the bytes of a module's parameters and gradients over `dp` ranks."""
     size, units = BYTES[cfg.train.precision], Units.of_module(cfg, name, count.total)
     trained, share = count.trainable, count.trainable / max(1, count.total)
     once = trained < units.largest
@@ -64,4 +63,4 @@ def sharded_bytes(cfg: ConfigContainer, name: str, count: ParameterCount, dp: in
     gathered = size * largest * (2 if units.largest else 1) + ceil(share * largest * (size + _FP32))
     if units.largest:
         weights += size * units.rest
-    return ShardedBytes(weights, gradients, ceil(trained * 2 * _FP32 / dp), gathered, once)
+    return ShardedBytes(weights, gradients, gathered, once)

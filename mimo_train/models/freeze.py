@@ -35,7 +35,7 @@ def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages:
     Raises:
         UserError: a pattern matches no parameter of any stage, or a bias would silently not learn.
     """
-    for parameters in _matches(chunks, patterns, key, stages).values():
+    for parameters in matching_parameters(chunks, patterns, key, stages).values():
         for parameter in parameters:
             parameter.requires_grad_(False)
     _require_learning_biases(chunks, {}, key, stages)
@@ -48,7 +48,7 @@ def release_steps(
     that `freeze` has frozen stay frozen. They are omitted, like those of step 0. Arguments and errors are as in
     `freeze`; `until` has steps by pattern. Collective over `stages`."""
     steps: dict[torch.nn.Parameter, int] = {}
-    for pattern, parameters in _matches(chunks, list(until), key, stages).items():
+    for pattern, parameters in matching_parameters(chunks, list(until), key, stages).items():
         for parameter in parameters:
             if parameter.requires_grad and until[pattern] > 0:
                 steps[parameter] = max(until[pattern], steps.get(parameter, 0))
@@ -220,9 +220,11 @@ def _of_all_stages[Value](value: Value, stages: dist.ProcessGroup) -> list[Value
     return everyone
 
 
-def _matches(
+def matching_parameters(
     chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup
 ) -> dict[str, list[torch.nn.Parameter]]:
+    """Return this rank's parameters by matching pattern. Arguments and errors are as in `freeze`. Collective over
+    `stages`."""
     named = [pair for chunk in chunks for pair in global_names(chunk).items()]
     matched = {
         pattern: [parameter for name, parameter in named if fnmatchcase(name, PARTS.get(pattern, pattern))]

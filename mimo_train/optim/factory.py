@@ -8,24 +8,22 @@ from megatron.core.models.mimo.optimizer import ModuleOptimizerInfo
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
-    ParamKey,
-    ParamPredicate,
     get_megatron_optimizer,
-    get_standard_config_overrides,
 )
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.config.parts import PARTS
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_train import OptimConfig
+from mimo_train.config.schema_optim import OptimConfig
 from mimo_train.models.freeze import release_steps
 from mimo_train.models.parameters import modules_of
 from mimo_train.models.sharding import ShardedModule
-from mimo_train.optim import adam
-from mimo_train.optim.module_optimizer import RELEASE, ModuleOptimizer, update_shards
-from mimo_train.optim.schedules import is_frozen, module_optim
+from mimo_train.optim.group_optimizer import install
+from mimo_train.optim.module_optimizer import ModuleOptimizer, update_shards
+from mimo_train.optim.parameter_groups import SETTINGS, group_overrides
+from mimo_train.optim.schedules import is_frozen
+from mimo_train.optim.shards import fused_sections, shards_of
 from mimo_train.parallel import device
 from mimo_train.parallel.groups import RunGroups
 
@@ -37,9 +35,9 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
     data-parallel ranks, or whole on each of them (`optim.distributed_optimizer`).
 
     Raises:
-        UserError: an entry of `modules.NAME.freeze_until` matches no parameter.
+        UserError: an entry of `modules.NAME.freeze_until` or `optim.groups` matches no parameter.
     """
-    adam.install(model)
+    install()
     local_modules = modules_of(model)
     infos: dict[str, ModuleOptimizerInfo] = {}
     clip_grads: dict[str, float | None] = {}
@@ -51,7 +49,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
             clip_grads[name] = cfg.modules[name].optim.clip_grad
         if trained and name in local_modules:
             assert pgs is not None, name
-            config = _optimizer_config(cfg, module_optim(cfg, name))
+            config = _optimizer_config(cfg, cfg.optim_of(name))
             if isinstance(local_modules[name][0], ShardedModule):
                 config = replace(
                     config, fp16=False, bf16=False, use_distributed_optimizer=False, overlap_param_gather=False
@@ -61,7 +59,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
             optimizer = get_megatron_optimizer(
                 config,
                 local_modules[name],
-                config_overrides=_group_overrides(cfg, name, config, releases),
+                config_overrides=group_overrides(cfg, name, local_modules[name], pgs.pp, releases),
                 pg_collection=pgs,
                 use_gloo_process_groups=False,
             )
@@ -69,6 +67,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
             for chunk in local_modules[name]:
                 if isinstance(chunk, ShardedModule):
                     update_shards(optimizer, chunk)
+            _attach_shards(optimizer, local_modules[name], pgs)
         else:
             _join_gathering_of_groups()
         infos[name] = ModuleOptimizerInfo(optimizer, grid, _replica_groups(pgs), is_active=optimizer is not None)
@@ -91,6 +90,18 @@ def _order_float32_first(optimizer: MegatronOptimizer) -> None:
         for index, group in enumerate(getattr(inner, "opt_group_ranges", ())):
             ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)
             inner.model_param_group_index_map |= {parameter: (index, at) for at, parameter in enumerate(ordered)}
+
+
+def _attach_shards(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Tell each optimizer of a module which parts of matrices its tensors are."""
+    sections = fused_sections(chunks)
+    for inner in optimizer.chained_optimizers:
+        if inner.is_stub_optimizer:
+            continue
+        by_tensor, shards = shards_of(inner, groups, sections)
+        settings = [group.get(SETTINGS, "") for group in inner.optimizer.param_groups]
+        of_group = [[each for each in shards if getattr(each.parameter, SETTINGS, "") == name] for name in settings]
+        inner.optimizer.attach(by_tensor, of_group)
 
 
 def _join_gathering_of_groups() -> None:
@@ -118,23 +129,6 @@ def _optimizer_config(cfg: ConfigContainer, optim: OptimConfig) -> OptimizerConf
         use_distributed_optimizer=optim.distributed_optimizer,
         overlap_param_gather=optim.overlap_param_gather,
     )
-
-
-def _group_overrides(
-    cfg: ConfigContainer, name: str, config: OptimizerConfig, releases: dict[torch.nn.Parameter, int]
-) -> dict:
-    """Return the settings of parameter groups: no decay of vectors, the projector's rate, the release step."""
-    overrides = get_standard_config_overrides(config)
-    projector_lr = cfg.modules[name].optim.projector_lr
-    if projector_lr is not None:
-        overrides[ParamKey(name=f"module.{PARTS['projector']}")] = {"max_lr": projector_lr}
-    for step in sorted(set(releases.values())):
-        # Equal parameters have equal steps on every rank, although each rank has only its own.
-        released_then = ParamPredicate(
-            f"trained from step {step}", lambda parameter, step=step: releases.get(parameter) == step
-        )
-        overrides[ParamKey(predicate=released_then)] = {RELEASE: step}
-    return overrides
 
 
 def _grad_scaler(cfg: ConfigContainer) -> MegatronGradScaler | None:

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.models.parameter_norms import squares_of
 from mimo_train.models.sharding import ShardedModule
-from mimo_train.optim.adam import GroupStepAdamW
+from mimo_train.optim.group_optimizer import IS_WAITING
 
 _LEAST_NORM = 1e-6
 """Added to a norm before dividing by it, as in Megatron-Core (clip_grads.py:179)."""
@@ -141,7 +141,8 @@ class ModuleOptimizer(MimoOptimizer):
             coefficient = largest / (norm + _LEAST_NORM)
             if largest > 0 and coefficient < 1:
                 for optimizer in self.inner(self.module_infos[name]):
-                    _scale_gradients(optimizer, coefficient)
+                    if not optimizer.is_stub_optimizer:
+                        optimizer.optimizer.scale_gradients(coefficient)
 
     @torch.no_grad()
     def update(self, norms: GradNorms) -> bool:
@@ -197,8 +198,7 @@ class ModuleOptimizer(MimoOptimizer):
                 yield from each.optimizer.chained_optimizers
 
     def _set_group_steps(self) -> None:
-        """Set Adam's step counter of each group. Adam does not count steps of empty groups, and Transformer Engine's
-        counts steps of frozen groups."""
+        """Set the step counter of each group, which is not counted where a group is empty."""
         for optimizer in self.inner():
             for group in optimizer.param_groups:
                 before = self._updates_before.get(group.get(RELEASE, 0))
@@ -212,7 +212,8 @@ class ModuleOptimizer(MimoOptimizer):
             # The optimizer has no scaler, so this only copies.
             optimizer.prepare_grads()
             for group in optimizer.param_groups:
-                if group.get(RELEASE, 0) not in self._updates_before:  # not trained yet
+                group[IS_WAITING] = group.get(RELEASE, 0) not in self._updates_before
+                if group[IS_WAITING]:
                     for parameter in group["params"]:
                         parameter.grad = None
             gradients = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
@@ -269,12 +270,3 @@ def update_shards(optimizer: ChainedOptimizer, chunk: ShardedModule) -> None:
 def on_host(numbers: torch.Tensor) -> list[float]:
     """Copy numbers to the host and wait for them: once a step, because updates need finite gradients."""
     return numbers.tolist()
-
-
-def _scale_gradients(optimizer: MegatronOptimizer, factor: float) -> None:
-    """Scale gradients in place, or in the update itself. Without Transformer Engine, Megatron-Core 0.19.2 writes a copy
-    of each gradient and copies it back (utils.py:1337)."""
-    if isinstance(optimizer.optimizer, GroupStepAdamW):
-        optimizer.optimizer.scale_gradients(factor)
-    elif gradients := [each.grad for each in optimizer.get_parameters() if each.grad is not None]:
-        torch._foreach_mul_(gradients, factor)

@@ -1,27 +1,26 @@
 """The learning-rate schedule of every module."""
 
-from dataclasses import fields, replace
-
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mimo_train.config.parts import parts_of
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_train import OptimConfig
+from mimo_train.config.schema_optim import GroupConfig, OptimConfig
 from mimo_train.optim.module_optimizer import ModuleOptimizer
-
-
-def module_optim(cfg: ConfigContainer, name: str) -> OptimConfig:
-    """Return the settings of one module: those of `optim`, overridden by `modules.NAME.optim`."""
-    overrides = cfg.modules[name].optim
-    names = {field.name for field in fields(OptimConfig)}
-    changed = {field.name: getattr(overrides, field.name) for field in fields(overrides) if field.name in names}
-    return replace(cfg.optim, **{key: value for key, value in changed.items() if value is not None})
 
 
 def is_frozen(name: str, cfg: ConfigContainer) -> bool:
     """True if `modules.<name>.freeze` names all parts of a module."""
     return set(parts_of(name)) <= set(cfg.modules[name].freeze)
+
+
+def rates_of(group: GroupConfig) -> dict[str, float]:
+    """Return the rates that a parameter group sets, as Megatron-Core's schedule reads them."""
+    return {key: rate for key, rate in (("max_lr", group.lr), ("min_lr", group.min_lr)) if rate is not None}
+
+
+_STYLES = {"wsd": "WSD", "inverse_sqrt": "inverse-square-root"}
+"""Megatron-Core's names of schedules, where they differ from `optim.decay`."""
 
 
 class ModuleSchedulers:
@@ -35,12 +34,15 @@ class ModuleSchedulers:
         for name, info in optimizer.module_infos.items():
             if is_frozen(name, cfg):
                 continue
-            optim, projector_lr = module_optim(cfg, name), cfg.modules[name].optim.projector_lr
+            optim, projector_lr = cfg.optim_of(name), cfg.modules[name].optim.projector_lr
             self._by_module[name] = _scheduler(cfg, optim, info.optimizer or _NoParameters())
             # Megatron-Core takes both rates from the schedule if a group sets neither.
             self._logged[name] = (name, {})
             if projector_lr is not None:
                 self._logged[f"{name}.projector"] = (name, {"max_lr": projector_lr})
+            for pattern, group in cfg.modules[name].optim.groups.items():
+                if rates := rates_of(group):
+                    self._logged[f"{name}.{pattern}"] = (name, rates)
 
     def step(self, increment: int = 1) -> None:
         """Advance by `increment` optimizer steps."""
@@ -49,7 +51,8 @@ class ModuleSchedulers:
             scheduler.step(increment=increment)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of the next step by module, and by NAME.projector if the projector has its own."""
+        """Return the learning rate of the next step by module, by NAME.projector if the projector has its own, and by
+        NAME.PATTERN for groups with rates."""
         return {key: self._by_module[name].get_lr(group) for key, (name, group) in self._logged.items()}
 
     def state_dict(self) -> dict[str, int]:
@@ -72,14 +75,17 @@ class _NoParameters:
 def _scheduler(
     cfg: ConfigContainer, optim: OptimConfig, optimizer: MegatronOptimizer | _NoParameters
 ) -> OptimizerParamScheduler:
+    steps = max(cfg.train.iters, optim.warmup_iters + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
         lr_warmup_steps=optim.warmup_iters,
-        lr_decay_steps=max(cfg.train.iters, optim.warmup_iters + 1),
-        lr_decay_style=optim.decay,
+        lr_decay_steps=steps,
+        lr_decay_style=_STYLES.get(optim.decay, optim.decay),
+        wsd_decay_steps=max(1, round(optim.wsd_decay_fraction * (steps - optim.warmup_iters))),
+        lr_wsd_decay_style="minus_sqrt",
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
         wd_incr_steps=cfg.train.iters,

@@ -23,6 +23,12 @@ def parameters_of(run_dir: Path) -> dict[str, np.ndarray]:
     return parameters
 
 
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    """Every parameter of a checkpoint, whole, by name."""
+    (parameters,) = run_ranks(_read, 1, str(folder), ())
+    return parameters
+
+
 def largest_change(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[float, str]:
     """Largest difference of a parameter, as a root mean square over its elements, and the parameter's name."""
     assert sorted(one) == sorted(other), f"parameters differ by name: {sorted(one.keys() ^ other.keys())}"
@@ -30,16 +36,15 @@ def largest_change(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> 
     return max((float(np.sqrt(np.mean((one[name] - other[name]) ** 2))), name) for name in one)
 
 
-def _read(folder: str) -> dict[str, np.ndarray]:
+def _read(folder: str, moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, np.ndarray]:
     """Parameters by name, those of all layers or experts together, all of them trained ones."""
     from mimo_train.checkpoint.format.index import WEIGHT
     from mimo_train.checkpoint.format.read import Reader
-    from mimo_train.checkpoint.local_shards import MOMENTS
 
     reader = Reader(Path(folder))
     keys = sorted(key for key in reader.index.pieces if not key.module.startswith("rank_"))
     weights = {key[:2] for key in keys if key.state == WEIGHT}
-    for moment in MOMENTS:
+    for moment in moments:
         of = {key[:2] for key in keys if key.state == moment}
         assert of == weights, f"parameters without their {moment}, or the other way round: {of ^ weights}"
     alike: dict[str, list[np.ndarray]] = {}

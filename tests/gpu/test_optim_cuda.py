@@ -1,4 +1,4 @@
-"""The optimizer over modules on a GPU, with the Adam that is installed there. Skipped where there is no CUDA device."""
+"""The optimizer over modules on a GPU, with every optimizer. Skipped where there is no CUDA device."""
 
 import math
 
@@ -10,6 +10,7 @@ from tests.dist.optim.test_optim import _broken_step, _curve
 from tests.dist.optim.test_optim_modules import _curve_from
 from tests.dist.optim.test_optim_stages import _curve as staged_curve
 from tests.dist.optim.test_optim_stages import _train_and_save
+from tests.dist.optim.test_optimizers import CASES
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, USUAL_ADAM, config, largest_difference
 from tests.dist.steps import whole
@@ -54,3 +55,15 @@ def test_stages_follow_the_cpu_and_are_resumed_on_cuda(tmp_path):
     resumed = whole(run_ranks(staged_curve, 1, vlm(tmp_path, "saved", until), 3))
     resumed = [(step + 5, loss, norm) for step, loss, norm in resumed]
     assert largest_difference(cpu[5:], resumed)[0] < 1e-3
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("case", CASES)
+def test_optimizers_follow_the_cpu_on_cuda(case, moments, tmp_path):
+    muon = next(choice for choice in CASES[case] if choice.endswith("muon"))
+    options = (*CASES[case], muon.replace("name=muon", f"moments={moments}"), "optim.lr=2e-3", "optim.min_lr=0")
+    cpu, cuda = (
+        whole(run_ranks(staged_curve, 1, vlm(tmp_path, device, *options, f"run.device={device}"), 6))
+        for device in ("cpu", "cuda")
+    )
+    assert largest_difference(cpu, cuda)[0] < 1e-3

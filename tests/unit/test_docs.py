@@ -22,8 +22,8 @@ from mimo_train.config.schema_modules import (
     LayoutConfig,
     LoraConfig,
     ModuleConfig,
-    ModuleOptimConfig,
 )
+from mimo_train.config.schema_optim import GroupConfig, ModuleOptimConfig
 from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check import check
@@ -40,7 +40,7 @@ MODULE_PARTS = {
     "layout": [LayoutConfig],
     "lora": [LoraConfig],
     "feature_cache": [FeatureCacheConfig],
-    "optim": [ModuleOptimConfig],
+    "optim": [ModuleOptimConfig, GroupConfig],
     "llm": [LlmSpec, TransformersLlm],
     "projector": [ProjectorSpec],
     "encoder": [family.spec for family in FAMILIES.values()],

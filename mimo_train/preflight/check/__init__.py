@@ -117,7 +117,8 @@ def _add_remarks(report: Report, cfg: ConfigContainer) -> None:
     report.faults += [fault for fault in missing_code(cfg.train) if fault.key not in keys]
     for name, module in cfg.modules.items():
         until = [entry for entry in module.freeze_until if entry not in PARTS]
-        for key, patterns in (("freeze", freeze_patterns(module)), ("freeze_until", until)):
+        groups = [entry for entry in module.optim.groups if entry not in PARTS]
+        for key, patterns in (("freeze", freeze_patterns(module)), ("freeze_until", until), ("optim.groups", groups)):
             if patterns and f"modules.{name}.{key}" not in keys:
                 report.notes.append(
                     f"modules.{name}.{key}: whether {', '.join(patterns)} match parameters is seen when the model is "

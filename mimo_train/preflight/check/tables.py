@@ -70,6 +70,10 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         f"recompute {', '.join([cfg.train.recompute, *recompute])}"
     ]
     notes += [text for name in cfg.modules if (text := _sharding_text(run, name, vocab or 0))]
+    optims = {name: cfg.optim_of(name) for name in cfg.modules}
+    states = [f"{optim.name} with moments in {optim.moments} of {name}" for name, optim in optims.items()]
+    if any((optim.name, optim.moments) != ("adamw", "fp32") for optim in optims.values()):
+        notes.append(f"optimizer: {', '.join(states)}")
     if in_fp8 := fp8_text(cfg):
         notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
     if mask := mask_bytes(cfg):

@@ -36,6 +36,12 @@ _EXPERTS = (
     "modules.language.llm.num_layers=4",
 )
 _ADAPTERS = ("modules.language.lora.rank=2", "modules.images.lora.rank=2")
+_OPTIMIZERS = (
+    "modules.language.optim.name=adafactor",
+    "modules.language.llm.num_query_groups=2",
+    "modules.images.optim.name=muon",
+    "modules.images.optim.moments=bf16",
+)
 
 TABLES = {
     "vlm": Table(
@@ -59,6 +65,11 @@ TABLES = {
             alone("pp2 vpp2 dp2", WHOLE_STATES),
             alone("cp2 tp2 sp"),
         ),
+    ),
+    "optimizers": Table(
+        "vlm_digits",
+        (*_VLM, *_OPTIMIZERS),
+        (apart("dp2", "tp2"), same("tp2 dp2", "dp4", WHOLE_STATES), same("dp4", "tp2 dp2")),
     ),
     "adapters": Table(
         "vlm_digits",
@@ -110,9 +121,8 @@ def _reshard(cfgs: list, trained_pairs: set[tuple[int, int]]) -> tuple[list[tupl
         for optimizer in steps.optimizer.inner():
             for each in optimizer_shards(optimizer):
                 one = of[id(each.parameter)]
-                for first, last, span in one.spans(each.start, each.stop):
-                    for state, held_values in each.values.items():
-                        yield one.key(state), span, held_values[first - each.start : last - each.start]
+                for state in each.values:
+                    yield from ((one.key(state), span, part) for span, part in each.spans(one, state))
 
     found = []
     for reader, steps in enumerate(runs):

@@ -16,6 +16,8 @@ OWN = (
     "modules.images.optim.weight_decay=0.1",
     f"modules.images.optim.projector_lr={PROJECTOR}",
     "modules.language.optim.decay=constant",
+    # A tensor of the last stage in one group and of both in another; a vector that decays.
+    f"modules.language.optim.groups={{'*final*': {{lr: {RATE / 4}}}, '*layers.1*norm*': {{weight_decay: 0.3}}}}",
 )
 
 
@@ -47,12 +49,17 @@ def test_groups_follow_the_settings_of_their_module(digits, tmp_path):
         (pytest.approx(projector), 0),
         (pytest.approx(projector), pytest.approx(0.1)),
     ]
-    assert sorted(found["language"]) == [(RATE, 0), (RATE, pytest.approx(0.01))]
+    assert sorted(found["language"]) == [
+        (RATE / 4, 0),
+        (RATE, 0),
+        (RATE, pytest.approx(0.01)),
+        (RATE, pytest.approx(0.3)),
+    ]
 
 
 def test_settings_of_modules_give_the_numbers_of_one_process_and_are_logged(digits, tmp_path):
     curves = {}
-    for layout in ("one_process", "images_dp2_language_dp1"):
+    for layout in ("one_process", "images_tp2_language_pp2"):
         overrides = (f"layout={layout}", "train.iters=6", *OWN, "modules.images.optim.clip_grad=0.1")
         lines = train_on_ranks(config("vlm_digits", tmp_path / layout, digits, *overrides))
         curves[layout] = curve(lines)
@@ -61,7 +68,7 @@ def test_settings_of_modules_give_the_numbers_of_one_process_and_are_logged(digi
         assert last["learning_rate/images"] == pytest.approx((PEAK + LOWEST) / 2)
         assert last["learning_rate/images.projector"] == pytest.approx((PROJECTOR + LOWEST) / 2)
         assert last["learning_rate/language"] == pytest.approx(RATE)
-    assert max(largest_difference(curves["one_process"], curves["images_dp2_language_dp1"])) < TOLERANCE
+    assert max(largest_difference(curves["one_process"], curves["images_tp2_language_pp2"])) < TOLERANCE
 
 
 def _curve_from(cfg, weights: list[dict] | None, steps: int = 6) -> tuple[list[tuple], dict]:

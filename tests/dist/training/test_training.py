@@ -89,13 +89,13 @@ def test_finetune_starts_from_the_weights_of_another_run_on_other_data(digits, t
 def _adam_against_torch() -> float:
     import torch
 
-    from mimo_train.optim.adam import GroupStepAdamW
+    from mimo_train.optim.group_optimizer import GroupOptimizer
 
     torch.manual_seed(0)
     ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    one, other = GroupStepAdamW(ours.parameters(), **settings), torch.optim.AdamW(theirs.parameters(), **settings)
+    one, other = GroupOptimizer(ours.parameters(), **settings), torch.optim.AdamW(theirs.parameters(), **settings)
     for _ in range(20):
         inputs = torch.randn(4, 5)
         for model, optimizer in ((ours, one), (theirs, other)):

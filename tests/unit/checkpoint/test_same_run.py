@@ -25,7 +25,8 @@ from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_distill import DistillConfig
 from mimo_train.config.schema_mix import SourceConfig
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.config.schema_train import OptimConfig, TrainConfig
+from mimo_train.config.schema_optim import OptimConfig
+from mimo_train.config.schema_train import TrainConfig
 from mimo_train.config.tasks import PreferenceConfig
 from mimo_train.inputs.datasets import tokenizer_of
 from tests.unit.configs import changed, load

@@ -86,6 +86,7 @@ def faults_of(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault
 @pytest.fixture(scope="module")
 def run() -> dict[str, Any]:
     plain = compose.to_dict(compose.load("vlm_digits"))
+    plain["modules"]["images"]["optim"]["groups"] = {"encoder": {"lr": 1e-3, "min_lr": 1e-5, "weight_decay": 0.1}}
     plain["checkpoint"]["load_modules"] = {"images": dataclasses.asdict(LoadConfig(path="runs/other"))}
     return plain
 

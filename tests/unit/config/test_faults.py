@@ -10,6 +10,7 @@ from data.samples.media_spec import SAMPLING
 from mimo_train.config.errors import ConfigError
 from mimo_train.config.keys import rules_of
 from mimo_train.config.schema_data import DataConfig
+from mimo_train.config.schema_optim import GroupConfig
 from mimo_train.layout.run import config_faults, resolve
 from tests.unit.configs import changed, load
 
@@ -38,6 +39,7 @@ from tests.unit.configs import changed, load
             "'encodr' is neither a part of this module, which has encoder and projector, nor a pattern of parameter "
             "names. Did you mean encoder?",
         ),
+        ("modules.images.optim.groups", {"encodr": GroupConfig()}, "Did you mean encoder?"),
         ("train.callbacks", "my.module:Class", "must be a list, is 'my.module:Class'. Write ['my.module:Class']"),
         ("modules.images.freeze_until", {"projectr": 3}, "Did you mean projector?"),
         (
@@ -52,6 +54,30 @@ def test_values_out_of_range_are_faults_of_their_key(key, value, said):
     messages = [fault.message for fault in config_faults(changed({key: value})) if fault.key == key]
     assert any(said in message for message in messages), messages
     assert len(messages) == 1 or "must be a list" not in said, messages
+
+
+def test_a_key_that_no_optimizer_uses_is_a_fault():
+    lion = {"optim.name": "lion", "optim.eps": 1e-6}
+    (fault,) = config_faults(changed(lion))
+    assert str(fault) == "optim.eps: is 1e-06, but lion cannot use it. Remove it, or set optim.name=adamw"
+    assert not config_faults(changed(lion | {"modules.images.optim.name": "muon", "optim.momentum": 0.9}))
+    (fault,) = config_faults(changed({"optim.name": "adafactor", "optim.moments": "bf16"}))
+    assert fault.key == "optim.moments"
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ({"lr": 1e-6}, "a rate of 1e-06 would rise to optim.min_lr 1e-05"),
+        ({"min_lr": 2.0}, "a rate of 0.001 would rise to modules.images.optim.groups.encoder.min_lr 2"),
+        ({"lr": 1e-6, "min_lr": 0.0}, ""),
+        ({"weight_decay": 0.0}, ""),
+    ],
+)
+def test_a_group_s_rate_may_not_rise(group, said):
+    faults = config_faults(changed({"modules.images.optim.groups": {"encoder": GroupConfig(**group)}}))
+    assert [fault.key for fault in faults] == ["modules.images.optim.groups.encoder"] * bool(said)
+    assert all(said in fault.message for fault in faults)
 
 
 def test_the_demos_of_the_config_are_those_that_can_be_made():

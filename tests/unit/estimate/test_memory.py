@@ -51,6 +51,26 @@ def test_what_families_keep_besides_by_hand():
     assert capped.scores(6, 2, tp=2, cp=2) == 2 * 2 * 18 * 8
 
 
+@pytest.mark.parametrize(
+    ("options", "of_matrices", "of_embedding"),
+    [
+        ((), 8, 8),
+        (("optim.name=lion", "optim.moments=bf16"), 2, 2),
+        (("optim.name=muon",), 4, 8),
+        (("optim.name=muon", "optim.moments=8bit"), 1 + 4 / 256, 2 + 8 / 256),
+        (("optim.name=adafactor",), 0, 0),
+    ],
+)
+def test_states_of_optimizers_by_hand(options, of_matrices, of_embedding):
+    fixed = ("layout=language_one", "train.precision=bf16", "modules.language.llm.tie_embeddings=false")
+    run = resolved(*fixed, *options, config="gpt_tiny")
+    (stage,) = memory.stage_memory(run, "language", 384)
+    embedding = 2 * 384 * run.cfg.llm.hidden_size  # and output layer
+    others = parameters.module_parameters(run.cfg, "language", 384)["llm"].total - embedding
+    expected = others * (4 + of_matrices) + embedding * (4 + of_embedding)
+    assert stage.memory.optimizer == pytest.approx(expected, abs=2)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_capped_scores_are_kept_unless_they_are_computed_again(recompute):
     overrides = ("layout=language_one", f"train.recompute={recompute}")

@@ -12,12 +12,13 @@ from mimo_train.bridge.training.train import (
     enable_forward_pre_hook,
     should_disable_forward_pre_hook,
 )
+from mimo_train.config.schema_optim import GroupConfig
 from mimo_train.layout.run import config_faults
 from mimo_train.models.freeze import FreezeStages
-from mimo_train.optim import adam
-from mimo_train.optim.adam import GroupStepAdamW
+from mimo_train.optim import group_optimizer
 from mimo_train.optim.factory import _grad_scaler
-from mimo_train.optim.schedules import ModuleSchedulers, module_optim
+from mimo_train.optim.group_optimizer import GroupOptimizer
+from mimo_train.optim.schedules import ModuleSchedulers
 from tests.unit.configs import changed
 
 
@@ -31,26 +32,25 @@ def test_a_module_takes_what_it_sets_and_the_rest_from_the_run():
             "modules.images.optim.projector_lr": 5e-3,
         }
     )
-    images, language = module_optim(cfg, "images"), module_optim(cfg, "language")
+    images, language = cfg.optim_of("images"), cfg.optim_of("language")
     assert (images.lr, images.decay, images.beta2, images.clip_grad) == (0.0, "linear", 0.9, cfg.optim.clip_grad)
     assert language == cfg.optim
     assert cfg.optim.lr == 1e-3
 
 
-@pytest.mark.parametrize(("device", "ours"), [("cpu", True), ("meta", False)])
-def test_the_adam_of_another_library_is_not_used_on_the_cpu(monkeypatch, device, ours):
-    """Transformer Engine's reads tensors of a GPU only."""
-    theirs = object()
-    for module, name, value in (
-        (adam.megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
-        (adam.megatron_optimizer, "Adam", theirs),
-        (adam.distrib_optimizer, "Adam", theirs),
-        (adam.distrib_optimizer, "HAVE_APEX_OR_TE", True),
-        (adam.distrib_optimizer, "USING_APEX_OPTIMIZER", True),
+def test_megatron_core_builds_our_optimizer_whatever_is_installed(monkeypatch):
+    core, shards = group_optimizer.megatron_optimizer, group_optimizer.distrib_optimizer
+    for module, name in (
+        (core, "USING_PYTORCH_OPTIMIZER"),
+        (core, "Adam"),
+        (shards, "Adam"),
+        (shards, "HAVE_APEX_OR_TE"),
+        (shards, "USING_APEX_OPTIMIZER"),
     ):
-        monkeypatch.setattr(module, name, value)
-    adam.install([torch.nn.Linear(2, 2, device=device)])
-    assert adam.megatron_optimizer.Adam is adam.distrib_optimizer.Adam is (GroupStepAdamW if ours else theirs)
+        monkeypatch.setattr(module, name, None)
+    group_optimizer.install()
+    assert core.Adam is shards.Adam is GroupOptimizer
+    assert shards.HAVE_APEX_OR_TE and core.USING_PYTORCH_OPTIMIZER is False
 
 
 def schedulers(values: dict) -> ModuleSchedulers:
@@ -85,6 +85,31 @@ def test_the_projectors_rate_follows_the_schedule_of_its_module():
     rates.load_state_dict({"num_steps": 35})
     assert rates.learning_rates()["images"] == pytest.approx(1e-4 + 9e-4 * 0.75)
     assert rates.learning_rates()["images.projector"] == pytest.approx(1e-4 + 3.9e-3 * 0.75)
+
+
+@pytest.mark.parametrize(
+    ("values", "rates"),
+    [
+        # Constant to step 90, then 1 - sqrt(share of the last 20 steps).
+        ({"decay": "wsd", "wsd_decay_fraction": 0.2}, {60: 1e-3, 90: 1e-3, 95: 5.5e-4, 110: 1e-4}),
+        # The square root of warm-up over steps, which stops at min_lr.
+        ({"decay": "inverse_sqrt"}, {5: 5e-4, 10: 1e-3, 40: 5e-4, 110: 1e-3 * (10 / 110) ** 0.5}),
+        ({"decay": "inverse_sqrt", "min_lr": 4e-4}, {40: 5e-4, 110: 4e-4}),
+    ],
+)
+def test_schedules_that_do_not_end_with_the_run(values, rates):
+    run = schedulers({f"optim.{key}": value for key, value in values.items()})
+    for step, rate in rates.items():
+        run.load_state_dict({"num_steps": step})
+        assert run.learning_rates()["language"] == pytest.approx(rate)
+
+
+def test_groups_with_rates_are_logged_and_follow_the_schedule_of_their_module():
+    groups = {"encoder": GroupConfig(lr=2e-3, min_lr=0.0), "*bias": GroupConfig(weight_decay=0.0)}
+    run = schedulers({"modules.images.optim.decay": "linear", "modules.images.optim.groups": groups})
+    run.load_state_dict({"num_steps": 35})
+    assert set(run.learning_rates()) == {"images", "images.encoder", "language"}
+    assert run.learning_rates()["images.encoder"] == pytest.approx(2e-3 * 0.75)
 
 
 def test_a_frozen_module_has_no_rate():
@@ -223,7 +248,7 @@ def test_gradients_are_scaled_by_one_update_alone():
 
     def updated(scaled_before: bool) -> list[torch.Tensor]:
         own = [torch.nn.Parameter(weight.clone()) for weight in weights]
-        adam = GroupStepAdamW(own, lr=0.1, weight_decay=0.01)
+        adam = GroupOptimizer(own, lr=0.1, weight_decay=0.01)
         for scale, each in zip(scales, gradients, strict=True):
             for weight, gradient in zip(own, each, strict=True):
                 weight.grad = gradient * scale if scaled_before else gradient.clone()

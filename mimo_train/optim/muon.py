@@ -1,0 +1,87 @@
+"""Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): momentum, orthogonalised by matrix.
+
+Every matrix is whole when it is orthogonalised: ranges of replicas and parts of tensor-parallel ranks are put together,
+and fused weights are divided into their matrices, as Megatron-Core's `TensorParallelMuon` with `tp_mode=duplicated` and
+`split_qkv` does, which needs a package for GPUs. So every layout gives the same update. Updates have the root mean
+square of AdamW's (0.2 sqrt(max(rows, columns)); Liu et al., 2025, arXiv:2502.16982): both take one learning rate.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimo_train.optim import moments
+from mimo_train.optim.moments import State
+from mimo_train.optim.shards import Shard, exchange, gradient_of
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic Newton-Schulz iteration."""
+
+ITERATIONS = 5
+
+_RMS = 0.2
+"""Root mean square of the updates of AdamW in practice."""
+
+
+def muon(
+    group: dict[str, Any],
+    parameters: dict[int, torch.Tensor],
+    states: dict[int, State],
+    shards: Sequence[Shard],
+    factor: float,
+) -> None:
+    """Update matrices by Muon with Nesterov momentum. Collective over the replicas, and over tensor-parallel ranks.
+
+    Args:
+        parameters: tensors of this rank, fp32, with gradients, by id of the model's parameter.
+        states: by id of the model's parameter.
+        shards: all shards of the group, in the same order on each replica.
+        factor: gradients count so many times.
+    """
+    momentum, directions = group["momentum"], {}
+    for number, parameter in parameters.items():
+        average, gradient = moments.read(states[number], "exp_avg").view_as(parameter), gradient_of(parameter) * factor
+        average.lerp_(gradient, 1 - momentum)
+        moments.write(states[number], "exp_avg", average)
+        directions[number] = gradient.lerp_(average, momentum).view(-1)
+    for shard, matrix in exchange(shards, directions):
+        update = _update(matrix, shard).reshape(-1)[shard.start : shard.stop]
+        parameter = parameters[id(shard.parameter)]
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update.view_as(parameter), alpha=-group["lr"])
+
+
+def _update(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return the update of this rank's part [rows, columns] of a weight."""
+    if not shard.sections:
+        return _orthogonal_part(matrix, shard)
+    repeated = matrix.view(-1, sum(shard.sections), matrix.shape[1])
+    parts = repeated.split(shard.sections, dim=1)
+    updates = [_orthogonal_part(part.reshape(-1, matrix.shape[1]), shard).reshape(part.shape) for part in parts]
+    return torch.cat(updates, dim=1).reshape(matrix.shape)
+
+
+def _orthogonal_part(part: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return this rank's part of the orthogonalised matrix that tensor-parallel ranks have parts of."""
+    dtype = torch.float32 if shard.parameter.dtype == torch.float32 else torch.bfloat16
+    if shard.cut is None:
+        return orthogonalised(part, dtype)
+    group = shard.tensor_parallel
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    whole = orthogonalised(torch.cat(parts, dim=shard.cut), dtype)
+    return whole.chunk(group.size(), dim=shard.cut)[group.rank()]
+
+
+def orthogonalised(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scaled orthogonal factor of a matrix, fp32; `dtype`: of the iteration."""
+    a, b, c = COEFFICIENTS
+    rows, columns = matrix.shape
+    x = (matrix.mT if rows > columns else matrix).to(dtype)
+    x = x / (x.norm() + 1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if rows > columns else x).float() * (_RMS * max(rows, columns) ** 0.5)

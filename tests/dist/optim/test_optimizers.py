@@ -1,0 +1,83 @@
+"""Muon, Lion and Adafactor at other layouts: the numbers of one process, and a resume to the bit with moments in fewer
+bytes. `test_resharding` reads their checkpoints at other layouts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.dist.layout_tables import WHOLE_STATES, Row, apart, same
+from tests.dist.parameters import largest_change, weights_of
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, largest_difference
+from tests.dist.steps import Steps, whole
+
+STEPS, SAVED = 6, 3
+FIXED = (
+    "layout=one_process",
+    "train.global_batch_size=8",
+    f"train.iters={STEPS}",
+    # Queries, keys and values of two groups in one weight, as gate and up are.
+    "modules.language.llm.num_query_groups=2",
+    "modules.language.llm.tie_embeddings=false",
+    "optim.lr=2e-3",
+    "optim.min_lr=0",
+    "placement.allow_idle=true",
+)
+SHARED = same("tp2 dp2", "tp2 dp2")
+CASES = {
+    "muon and adafactor": ("modules.language.optim.name=muon", "modules.images.optim.name=adafactor"),
+    "adafactor and muon": ("modules.language.optim.name=adafactor", "modules.images.optim.name=muon"),
+}
+ROWS = {"muon and adafactor": (SHARED, apart("dp2", "pp2")), "adafactor and muon": (apart("tp2", "tp2", WHOLE_STATES),)}
+
+
+def run_config(digits, run_dir: Path, row: Row | None, *overrides: str):
+    layout = ["train.micro_batch_size=4"] if row is None else row.overrides(4)
+    return config("vlm_digits", run_dir, digits, *FIXED, *layout, *overrides)
+
+
+def _train(cfg) -> tuple[list[tuple], str]:
+    run = Steps(cfg)
+    return run.train(STEPS), str(run.save())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_gives_the_numbers_of_one_process(case, digits, tmp_path):
+    trained = []
+    for number, row in enumerate((None, *ROWS[case])):
+        cfg = run_config(digits, tmp_path / str(number), row, *CASES[case])
+        ranks = run_ranks(_train, 1 if row is None else 4, cfg)
+        trained.append((row, whole([points for points, _ in ranks]), weights_of(Path(ranks[0][1]))))
+    (_, points, weights), *at_layouts = trained
+    assert points[-1][1] < points[0][1]
+    for row, others, other_weights in at_layouts:
+        loss, norm = largest_difference(points, others)
+        change, name = largest_change(*map(_determined, (weights, other_weights)))
+        print(case, row, loss, norm, change, name)
+        assert loss < 1e-5 and norm < 1e-4, (row, loss, norm)
+        assert change < 1e-5, (row, change, name)
+
+
+def _determined(weights: dict) -> dict:
+    """Leave out biases of keys: their gradient is rounding, which updates of a fixed size make large."""
+    return {name: value for name, value in weights.items() if not name.endswith("linear_qkv.bias")}
+
+
+def _resume(cfg, resumed) -> tuple[list[tuple], list[tuple]]:
+    """(loss, gradient norm) after a checkpoint, without a stop and resumed."""
+    run = Steps(cfg)
+    run.train(SAVED)
+    folder = str(run.save())
+    rest = run.train(STEPS - SAVED)
+    again = Steps(replace(resumed, checkpoint=replace(resumed.checkpoint, resume=folder)))
+    return rest, again.train(STEPS - SAVED)
+
+
+def test_moments_in_fewer_bytes_are_resumed_to_the_bit(digits, tmp_path):
+    small = ("modules.language.optim.name=lion", "modules.language.optim.moments=8bit")
+    small += ("modules.images.optim.name=muon", "modules.images.optim.moments=bf16")
+    cfg = run_config(digits, tmp_path / "run", SHARED, *small)
+    ranks = run_ranks(_resume, 4, cfg, replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "resumed"))))
+    rest, again = (whole([curves[index] for curves in ranks]) for index in (0, 1))
+    assert rest == again
