@@ -156,6 +156,7 @@ def reference_model(cfg: ConfigContainer, rows: int, placeholder: int) -> torch.
         num_hidden_layers=llm.num_layers,
         num_attention_heads=llm.num_attention_heads,
         num_key_value_heads=llm.key_heads,
+        head_dim=llm.head_width,
         tie_word_embeddings=llm.tie_embeddings,
         rms_norm_eps=llm.layernorm_epsilon,
         max_position_embeddings=cfg.data.sequence_length,

@@ -80,17 +80,19 @@ def steps(
     image: int,
     characters: int,
     varied: bool,
+    profiled: bool,
     compiler: str,
     warm_up: int,
     timed: int,
 ) -> dict[str, Any]:
-    """Seconds of a step, and the heaviest kernels of one more step, of a model with random weights.
+    """Seconds of a step of a model with random weights.
 
     Args:
         te: layers of Transformer Engine, not of torch.
         image: height and width in pixels.
         characters: of every text, enough to fill its sequence.
         varied: lengths of texts vary, see `lengths`.
+        profiled: profile one more step, for its heaviest kernels.
         compiler: backend of torch.compile, where layers are compiled.
         warm_up: steps that are left out.
         timed: steps that are timed.
@@ -101,7 +103,7 @@ def steps(
     import torch
 
     run_dir = f"{folder}/run"
-    look, watch, enough = _Look(), *_watch(warm_up + timed, device)
+    look, watch, enough = _Look(), *_watch(warm_up + timed, device, profiled)
     changes = [f"data.shards={write_images(Path(folder), image, lengths(64, characters, varied))}", *overrides]
     try:
         with quick_weights(device), patch("mimo_train.models.dense_layer.BACKEND", compiler):
@@ -260,7 +262,7 @@ class _Look:
         return model
 
 
-def _watch(last_step: int, device: str) -> tuple[Any, type[Exception]]:
+def _watch(last_step: int, device: str, profiled: bool) -> tuple[Any, type[Exception]]:
     """A callback that profiles the step after `last_step` and then ends the run, and the exception that it raises to do
     so: a run that ends as planned writes a checkpoint."""
     from torch.profiler import ProfilerActivity, profile
@@ -275,6 +277,8 @@ def _watch(last_step: int, device: str) -> tuple[Any, type[Exception]]:
         without_kernel: float | None = None
 
         def on_step_start(self, state):
+            if state.train_state.step == last_step and not profiled:
+                raise Enough
             if state.train_state.step == last_step:
                 activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
                 self.profiler = profile(activities=activities, acc_events=True)

@@ -34,6 +34,8 @@ class Sections:
         """TFLOP/s of a bf16 matmul, once it is measured."""
         self._steps: dict[tuple[str, str], dict[str, Any]] = {}
         """Results of the section `steps`, by model and shape."""
+        self._rows: dict[tuple[str, str, tuple[str, ...], bool], Row] = {}
+        """Rows of steps that were measured, by model, shape, changes, and whether layers are Transformer Engine's."""
 
     @cached_property
     def machine(self) -> Outcome:
@@ -127,7 +129,7 @@ class Sections:
         """Models of three sizes, filled and packed rows."""
         for model in self._sizes.models:
             for shape in (self._sizes.filled, self._sizes.packed):
-                result = self._step(model, shape)
+                result = self._step(model, shape, profiled=True)
                 if result.values:
                     self._steps[model.name, shape.name] = result.values
                 yield result
@@ -171,26 +173,25 @@ class Sections:
         if not self._te:
             yield Row("steps in fp8", NO_ENGINE, "skipped")
             return
-        step = self._step(model, sizes.filled, ("train.fp8=tensorwise",))
-        yield _against(self._steps.get((model.name, sizes.filled.name)), "steps in fp8 against bf16", step)
+        plain = self._step(model, sizes.filled)
+        yield _against(
+            plain.values, "steps in fp8 against bf16", self._step(model, sizes.filled, ("train.fp8=tensorwise",))
+        )
 
     def compiled(self) -> Iterator[Row]:
         """torch's layers."""
         sizes, model = self._sizes, self._sizes.models[0]
-        plain = None if self._te else self._steps.get((model.name, sizes.filled.name))
-        if plain is None:
-            step = self._step(model, sizes.filled, te=False)
-            plain = step.values
-            yield step
+        plain = self._step(model, sizes.filled, te=False)
+        yield plain
         compiled = self._step(model, sizes.filled, ("train.compile=layers",), te=False)
-        yield _against(plain, "torch's layers, compiled against not", compiled)
+        yield _against(plain.values, "torch's layers, compiled against not", compiled)
 
     def variants(self) -> Iterator[Row]:
         """Frozen encoder, LoRA, packed and padded rows."""
         sizes, model = self._sizes, self._sizes.models[0]
-        plain = self._steps.get((model.name, sizes.filled.name))
+        plain = self._step(model, sizes.filled)
         for what, changes in VARIANTS.items():
-            yield _against(plain, what, self._step(model, sizes.filled, changes))
+            yield _against(plain.values, what, self._step(model, sizes.filled, changes))
         padded = self._step(model, sizes.padded)
         yield padded
         yield _against(padded.values, "packed against padded", self._step(model, sizes.packed))
@@ -237,13 +238,32 @@ class Sections:
         text = f"needs {min(estimates.value) / 2**30:.1f} GiB, of {room:.0%} of the device's {memory:.0f}"
         return Outcome("ok", fitting) if fitting else Outcome("skipped", text=text)
 
-    def _step(self, model: Model, shape: Shape, changes: tuple[str, ...] = (), *, te: bool | None = None) -> Row:
-        """Steps of the largest candidate that fits; of the next one where the device runs out of memory.
+    def _step(
+        self,
+        model: Model,
+        shape: Shape,
+        changes: tuple[str, ...] = (),
+        *,
+        te: bool | None = None,
+        profiled: bool = False,
+    ) -> Row:
+        """Steps of the largest candidate that fits; of the next one where the device runs out of memory. Steps that
+        were measured before are not repeated.
 
         Args:
             te: layers of Transformer Engine, not of torch; None: if it is installed.
+            profiled: with one more step, for its kernels.
         """
         te = self._te if te is None else te
+        key = model.name, shape.name, changes, te
+        if key not in self._rows:
+            result = self._measured(model, shape, changes, te, profiled)
+            if result.values is None:
+                return result
+            self._rows[key] = result
+        return self._rows[key]
+
+    def _measured(self, model: Model, shape: Shape, changes: tuple[str, ...], te: bool, profiled: bool) -> Row:
         what = f"{model.name}, {shape.name}{', torch layers' if self._te and not te else ''}"
         candidates = self._fitting(model, shape, changes)
         if candidates.state != "ok":
@@ -255,6 +275,7 @@ class Sections:
                 te=te,
                 compiler=self._sizes.compilers[-1],
                 varied=shape.varied,
+                profiled=profiled,
                 warm_up=self._sizes.warm_up,
                 timed=self._sizes.timed,
             )

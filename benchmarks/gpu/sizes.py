@@ -171,9 +171,9 @@ TINY = Sizes(
     repeats=3,
     samples=48,
     curves=(
-        Curve(*DIGITS, "fp32", 1e-6),
-        Curve(*DIGITS, "bf16", 5e-2),
-        Curve(*DIGITS, "fp32", 1e-3, te=True),
+        Curve(*PROSE, "fp32", 1e-6),
+        Curve(*PROSE, "bf16", 5e-2),
+        Curve(*PROSE, "fp32", 1e-3, te=True),
         Curve(*PROSE, "fp32", 1e-6, compiled=True),
     ),
     curve_changes=("train.iters=3", "train.global_batch_size=4", "train.micro_batch_size=2", *_LLM),

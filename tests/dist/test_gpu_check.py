@@ -40,9 +40,10 @@ def test_a_rehearsal_on_the_cpu_runs_every_section_and_writes_a_record(tmp_path,
     assert sum("aten::" in row["result"] for row in rows["kernels"]) >= 5
     (turns,) = (row["values"] for row in rows["transformers"])
     assert set(turns["seconds"]) == {"transformers", "mimo-train"} and turns["ratio"]["median"] > 0
-    (ratio,) = (row["values"] for row in rows["compiled"])
+    plain, ratio = (row["values"] for row in rows["compiled"])
+    assert plain == filled, "not measured again"
     assert ratio["ratio"] == ratio["samples_per_second"] / filled["samples_per_second"]
-    assert len(rows["variants"]) == 4 and "ratio" in rows["variants"][-1]["values"]
+    assert [row["values"]["steps"] for row in rows["variants"]] == [2] * 4 and "ratio" in rows["variants"][-1]["values"]
     text = record.read_text()
     for part in ("**What**", "**Machine**", "**Software**", "**Command**, once", "**Date**", "**Commit**"):
         assert part in text, part
