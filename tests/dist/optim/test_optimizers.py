@@ -54,7 +54,6 @@ def test_every_layout_gives_the_numbers_of_one_process(case, digits, tmp_path):
     for row, others, other_weights in at_layouts:
         loss, norm = largest_difference(points, others)
         change, name = largest_change(*map(_determined, (weights, other_weights)))
-        print(case, row, loss, norm, change, name)
         assert loss < 1e-5 and norm < 1e-4, (row, loss, norm)
         assert change < 1e-5, (row, change, name)
 
