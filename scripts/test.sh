@@ -3,8 +3,8 @@
 #
 # Reads MIMO_TEST_WORKERS  files of tests that run side by side; each has up to 8 processes of its own  (default: 2)
 set -euo pipefail
-MIMO_EXTRAS="${MIMO_EXTRAS:-demo,dev,track,resiliency,remote,video,heic,eval}"
-MIMO_NEEDS="pytest pytest_timeout xdist hypothesis kubeflow_trainer_api peft moto obstore av pillow_heif sklearn webdataset mlflow comet_ml nvidia_resiliency_ext jiwer pycocoevalcap rouge_score ${MIMO_NEEDS:-}"
+MIMO_EXTRAS="${MIMO_EXTRAS:-demo,dev,track,resiliency,remote,video,heic,eval,qlora}"
+MIMO_NEEDS="pytest pytest_timeout xdist hypothesis kubeflow_trainer_api peft moto obstore av pillow_heif sklearn webdataset mlflow comet_ml nvidia_resiliency_ext jiwer pycocoevalcap rouge_score bitsandbytes ${MIMO_NEEDS:-}"
 # shellcheck source=scripts/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 cd "$MIMO_ROOT"

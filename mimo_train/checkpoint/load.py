@@ -29,7 +29,7 @@ from mimo_train.checkpoint.resume.choose import chosen_by_first
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE, is_adapter
 from mimo_train.layout.ranks import RunLayout
-from mimo_train.models.lora import start_magnitudes
+from mimo_train.models.lora.adapters import start_magnitudes
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel import device
 from mimo_train.parallel.collectives import agreed

@@ -23,7 +23,7 @@ from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.parts import PARTS, is_adapter
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_checkpoint import LoadConfig
-from mimo_train.models.lora import start_magnitudes
+from mimo_train.models.lora.adapters import start_magnitudes
 from mimo_train.parallel.collectives import agreed
 
 

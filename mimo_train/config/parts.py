@@ -13,6 +13,9 @@ PARTS = {"encoder": "encoders.*", "projector": "input_projections.*", "llm": "*"
 ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Linear layers of a transformer layer with adapters by default (`lora.targets`)."""
 
+SAVED = {"embed_tokens": "embedding.word_embeddings.weight", "lm_head": "output_layer.weight"}
+"""Parameters that can be trained next to adapters (`lora.modules_to_save`), by PEFT's names of their modules."""
+
 ADAPTERS = ("lora_a", "lora_b", "lora_magnitude")
 """Names of an adapter's parameters, next to the `weight` of its linear layer or under the name of its projection."""
 

@@ -149,6 +149,9 @@ class ConfigContainer(Section):
         if isinstance(self.language.llm, TransformersLlm):
             text = f"is {self.train.task}, but modules.{LANGUAGE} is a class of transformers, which gets no value head"
             yield Fault("train.task", f"{text}. Choose a model type with layers of ours, or another task")
+        if "lm_head" in self.language.lora.modules_to_save:
+            text = f"names lm_head, which train.task={self.train.task} replaces by its value head. Remove it"
+            yield Fault(f"modules.{LANGUAGE}.lora.modules_to_save", text)
         if "llm" in self.language.freeze:
             text = (
                 f"freezes the value head of train.task={self.train.task} too. Freeze [embedding.*, decoder.*] instead"

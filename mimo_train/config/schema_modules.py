@@ -9,11 +9,13 @@ from encoders.transformers_media.spec import ProcessorSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH
-from mimo_train.config.parts import ADAPTED, LANGUAGE, why_no_parameter
+from mimo_train.config.parts import ADAPTED, LANGUAGE, SAVED, why_no_parameter
 from mimo_train.config.schema_optim import ModuleOptimConfig, OptimConfig
 from mimo_train.config.schema_train import COMPILE, FP8, RECOMPUTE
 from mimo_train.config.transformers_llm import TransformersLlm
 
+BLOCK = 64
+"""Numbers of a quantized weight with a common scale, as in `transformers`."""
 MOST_RANKS = 2**20
 """Maximum number of ranks of a run; more is a typo."""
 
@@ -66,6 +68,11 @@ class LoraConfig(Section):
     """Scale by `alpha / sqrt(rank)` instead (arXiv 2312.03732)."""
     dora: bool = False
     """Also train the length of every row of the weight (arXiv 2402.09353). Needs `dropout` 0."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained whole next to the adapters: `embed_tokens`, `lm_head` (with tied embeddings
+    `embed_tokens` alone). Of `language` only. See docs/frozen.md#embeddings."""
+    quantization: str = key("", choices=("", "nf4"), zero_means="as trained")
+    """`nf4`: keep the weights of linear layers that can have adapters in 4 bits (QLoRA). See docs/frozen.md#qlora."""
     adapter: str = ""
     """PEFT adapter that a new run starts from: a folder, or a name on the hub. See docs/frozen.md#peft."""
 
@@ -78,7 +85,13 @@ class LoraConfig(Section):
         """Yield invalid values."""
         yield from value_faults(self, prefix)
         if self.rank <= 0:
+            for name in ("quantization", "modules_to_save"):
+                if getattr(self, name) and self.rank == 0:
+                    yield Fault(f"{prefix}.{name}", f"requires adapters. Set {prefix}.rank, or remove it")
             return
+        for name in self.modules_to_save:
+            if name not in SAVED:
+                yield Fault(f"{prefix}.modules_to_save", f"must name some of {', '.join(SAVED)}, has {name!r}")
         if self.dora and self.dropout:
             yield Fault(
                 f"{prefix}.dropout",
@@ -180,6 +193,12 @@ class ModuleConfig(Section):
                     text = f"names the projector, which is a part of the encoder here ({prefix}.projector.kind is none)"
                     yield Fault(f"{prefix}.{key_name}", f"{text}. Name parameters of the encoder, or remove it")
         yield from self.lora.faults(f"{prefix}.lora")
+        saved = self.lora.modules_to_save
+        if saved and (name != LANGUAGE or isinstance(self.llm, TransformersLlm)):
+            yield Fault(f"{prefix}.lora.modules_to_save", "applies to native language models only. Remove it")
+        elif "lm_head" in saved and self.llm is not None and self.llm.tie_embeddings:
+            text = f"names lm_head, which is tied to the embeddings. Set {prefix}.lora.modules_to_save=[embed_tokens]"
+            yield Fault(f"{prefix}.lora.modules_to_save", text)
         if self.lora.adapter and not self.pretrained:
             yield Fault(
                 f"{prefix}.lora.adapter",

@@ -14,7 +14,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.export import documents_of
 from mimo_train.hf.export import contents_of
-from mimo_train.models.lora import adapted_layers
+from mimo_train.models.lora.adapters import adapted_layers, quantized_layers
 from mimo_train.models.parameters import gathered, modules_of
 from mimo_train.models.transformer_config import DTYPES
 
@@ -58,6 +58,10 @@ class GatheredWeights:
         self._layers: dict[int, Any] = {}
         local: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
         for chunk, inner in zip(chunks, self._chunks, strict=True):
+            if any(True for _ in quantized_layers(inner)):
+                raise UserError(
+                    f"modules.{module}.lora.quantization: quantized weights cannot be handed out. Export the run"
+                )
             self._layers |= {id(layer.weight): layer for _, layer in adapted_layers(inner)}
             shards = {id(shard.tensor): shard for shard in shards_of_module(module, chunk)}
             for shard in shards.values():

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from encoders.base import most_tokens
 from encoders.plain.spec import PlainSpec
-from mimo_train.config.parts import LANGUAGE, PARTS
+from mimo_train.config.parts import LANGUAGE, PARTS, SAVED
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate.matmuls import Matmul, Media, encoder_matmuls, language_matmuls
@@ -113,7 +113,10 @@ def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
     """Return shell patterns of the parameters that a module does not train in optimizer step `step`, from 1. These are
     the patterns of `freeze`, those of `freeze_until` for its first steps, and everything with adapters."""
     entries = [*module.freeze, *(entry for entry, steps in module.freeze_until.items() if step <= steps)]
-    if module.lora.rank:
+    saved = module.lora.modules_to_save
+    if saved:
+        entries += ["decoder.*", *(parameter for name, parameter in SAVED.items() if name not in saved)]
+    elif module.lora.rank:
         entries.append("encoder" if module.llm is None else "llm")
     return tuple(PARTS.get(entry, entry) for entry in entries)
 
@@ -134,7 +137,9 @@ class StepFlops:
         self._modules, self._connections = cfg.modules, connections(cfg)
         width = cfg.llm.hidden_size
         adapters = {name: adapted_linears(name, module, width) for name, module in cfg.modules.items()}
-        self._adapted = {name: {f"{linear}.weight" for linear in adapters[name]} for name in adapters}
+        self._adapted = {
+            name: {f"{each.linear.of_expert(0)}.weight" for each in adapters[name].values()} for name in adapters
+        }
         self._adapted_projectors = {name for name in adapters if adapts_projector(adapters[name])}
         one_of_each = [Media(**{field.name: 1}) for field in fields(Media)]
         self._matmuls = {

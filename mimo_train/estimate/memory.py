@@ -12,10 +12,12 @@ from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import BLOCK
 from mimo_train.config.schema_optim import OptimConfig
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows, vocabulary_parameters
 from mimo_train.estimate.sharding import sharded_bytes
+from mimo_train.layout.adapters import quantized_parameters
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
 from mimo_train.layout.ranks import layers_of_stage, pipeline_stages, stage_layers, stages_to_end
@@ -133,11 +135,15 @@ def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sampl
         memory += Memory(optimizer=math.ceil(more / replicas))
     copies = {"tp": module.tp, "stages": module.pp, "vpp": module.vpp, "ep": module.ep, "etp": module.etp}
     memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, **copies))
+    quantized, largest = quantized_parameters(name, cfg.modules[name], cfg.llm.hidden_size, **sizes)
+    # Two numbers in a byte and a scale in fp32 for each block instead; a weight is dequantized while it is used.
+    memory += Memory(weights=quantized // 2 + quantized // BLOCK * 4 - quantized * BYTES[cfg.train.precision])
+    dequantized = largest * BYTES[cfg.train.precision]
     if name == LANGUAGE:
         memory += _language_activations(run, stage, vocab)
     else:
         memory += _encoder_activations(run, name, stage, media_per_sample)
-    return replace(memory, work=memory.work + gathered)
+    return replace(memory, work=memory.work + gathered + dequantized)
 
 
 def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:

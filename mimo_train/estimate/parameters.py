@@ -144,7 +144,8 @@ def module_parameters(
     stages: int = 1,
     vpp: int = 1,
 ) -> dict[str, ParameterCount]:
-    """Return the parameters on one rank by part: encoder and projector, or llm and experts, and adapters."""
+    """Return the parameters on one rank by part: encoder and projector, or llm and experts (with their adapters), and
+    adapters."""
     module, place = cfg.modules[name], {"stage": stage, "stages": stages}
     if name == LANGUAGE:
         chunks = vpp if stages > 1 else 1
@@ -173,7 +174,23 @@ def module_parameters(
         frozen += ["llm", "experts", "encoder"]
         frozen += ["projector"] if adapts_projector(adapted_linears(name, module, cfg.llm.hidden_size)) else []
     parts = {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
+    if module.lora.modules_to_save:
+        tables = _saved_tables(module, first=stage == 0, last=stage == stages - 1)
+        saved = tables * math.ceil(vocab / tp) * cfg.llm.hidden_size
+        parts["llm"] = ParameterCount(counts["llm"], 0 if "llm" in module.freeze else saved)
     if module.lora.rank and not isinstance(module.encoder, PlainSpec):
-        adapters = adapter_parameters(name, module, cfg.llm.hidden_size, tp=tp, **place, vpp=vpp)
-        parts["adapters"] = ParameterCount(adapters, adapters)
+        dense, of_experts = adapter_parameters(
+            name, module, cfg.llm.hidden_size, tp=tp, ep=ep, etp=etp, **place, vpp=vpp
+        )
+        parts["adapters"] = ParameterCount(dense, dense)
+        if of_experts:
+            parts["experts"] += ParameterCount(of_experts, of_experts)
     return parts
+
+
+def _saved_tables(module: ModuleConfig, *, first: bool, last: bool) -> int:
+    """Return the number of vocabulary tables on a stage that are trained next to adapters."""
+    has_input, has_output = ("embed_tokens" in module.lora.modules_to_save, "lm_head" in module.lora.modules_to_save)
+    if module.llm.tie_embeddings:
+        return int(has_input and (first or last))
+    return (has_input and first) + (has_output and last)

@@ -118,13 +118,14 @@ def export(
             changes = tuple(change for name in copied for change in changed_choices(run.cfg, name))
             written.append(Exported(place, document.what, changes))
             continue
-        base = document.source if is_base(document, stored) else None
+        base = document.source if is_base(run.cfg, document, stored) else None
         if base is None:
             base = place / BASE
             base.mkdir()
             write(document, to=base)
             written.append(Exported(base, document.what))
-        task = "CAUSAL_LM" if LANGUAGE in document.modules else "FEATURE_EXTRACTION"
+        task = "SEQ_CLS" if run.cfg.traits.value_head else "CAUSAL_LM"
+        task = task if LANGUAGE in document.modules else "FEATURE_EXTRACTION"
         name, revision = (base_model, "") if base_model else named_in_hub(base)
         write_adapters(place, own_adapters, base_model=name, revision=revision, task_type=task)
         if document.has_other_texts and base == document.source:  # as readers of adapters look for them
@@ -154,8 +155,6 @@ def documents_of(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Docum
 
 def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -> dict[str, list[Adapted]]:
     """Return the adapters of each directory, by its name."""
-    if cfg.traits.value_head and cfg.language.lora.rank:
-        raise UserError("train.task: adapters for peft do not hold a value head. Give --merge, which exports the model")
     adapters: dict[str, list[Adapted]] = {}
     for name, module in cfg.modules.items():
         if not module.lora.rank:

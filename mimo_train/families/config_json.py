@@ -28,6 +28,13 @@ NEVER: dict[str, tuple] = {
 }
 """Supported values of keys that would change the model, unless a spelling of the family reads them."""
 
+
+def _is_nf4(name: str, value: Any) -> bool:
+    """True for weights that bitsandbytes has quantized to NF4, which are read."""
+    kind = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return name == "quantization_config" and isinstance(value, dict) and kind.items() <= value.items()
+
+
 _NUMBERS = {
     int: (
         *("hidden_size", "intermediate_size", "vocab_size", "head_dim", "max_position_embeddings"),
@@ -62,7 +69,7 @@ def language_keys(config: Config) -> Keys:
     faults = [
         fault(name, config[name], f"the model here has {' or '.join(map(repr, allowed))} only")
         for name, allowed in never(family).items()
-        if name in config and config[name] not in allowed
+        if name in config and config[name] not in allowed and not _is_nf4(name, config[name])
     ]
     activation, activations = config[family.activation], {**ACTIVATIONS, **family.activations}
     if activation not in activations:

@@ -170,7 +170,7 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
         if name not in made and new not in written and name not in omitted:
             carried[name] = new
     config = dict(directory.config)
-    if folder.packed:
+    if folder.packed or folder.is_quantized:
         config.pop("quantization_config", None)  # an export is not quantised
     if LANGUAGE in names:
         config = composite.with_vocabulary(config, cfg.llm.vocab_size)

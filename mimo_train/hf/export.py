@@ -21,7 +21,7 @@ from mimo_train.hf.directory import write_config, write_json
 from mimo_train.hf.documents import Document, Whole, Written, grown
 from mimo_train.hf.fill import as_rows
 from mimo_train.hf.tensors import Planned, write_tensors
-from mimo_train.models.lora import adapted_layers
+from mimo_train.models.lora.adapters import adapted_layers, quantized_layers
 from mimo_train.models.parameters import modules_of
 from mimo_train.models.transformer_config import DTYPES
 
@@ -95,15 +95,37 @@ class Weights:
         """
         self._stored, self.model = stored, stored.modules[module]
         model = self.model
-        layers = adapted_layers(model) if merge else ()
+        layers = list(adapted_layers(model)) if merge else []
+        self._quantized: dict[str, Any] = {f"{path}.weight": layer for path, layer in quantized_layers(model)}
         self._adapted: dict[str, Any] = {f"{path}.weight": layer for path, layer in layers}
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.tensors = {name: value for name, value in tensors if stored.has(value)}
+        for name, layer in self._quantized.items():
+            rows, packed = layer.weight.shape
+            self.tensors[name] = torch.empty(rows, 2 * packed, dtype=layer.config.params_dtype, device="meta")
+            del self.tensors[f"{name}_scales"]
 
     def load(self, name: str) -> torch.Tensor:
         """Return the value of a tensor."""
+        if name in self._quantized:
+            return self._dequantized(name)
         base = self._stored.load(self.tensors[name])
         return self._merged(name, base) if name in self._adapted else base
+
+    def is_quantized(self, name: str) -> bool:
+        """True if a weight is in 4 bits."""
+        return name in self._quantized
+
+    @torch.no_grad()
+    def _dequantized(self, name: str) -> torch.Tensor:
+        layer, dtype = self._quantized[name], self.tensors[name].dtype
+        for parameter in (layer.weight, layer.weight_scales):
+            parameter.copy_(self._stored.load(parameter))
+        if name not in self._adapted:
+            return layer.full_weight().cpu()
+        for _, _, parameter, _ in layer.named_adapters():
+            parameter.copy_(self._stored.load(parameter))
+        return layer.merged_weight().to(dtype).cpu()
 
     @torch.no_grad()
     def _merged(self, name: str, base: torch.Tensor) -> torch.Tensor:

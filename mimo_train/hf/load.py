@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,9 @@ from mimo_train.hf.fill import Reader
 from mimo_train.hf.matching import require_no_others
 from mimo_train.hf.parts import pretrained_parts
 from mimo_train.hf.tensors import TensorFolder
-from mimo_train.models.lora import load_adapters, start_magnitudes
-from mimo_train.models.parameters import Cut, global_names, modules_of, router_biases
+from mimo_train.models.lora.adapters import load_adapters, quantized_layers, start_magnitudes
+from mimo_train.models.lora.quantized import quantize
+from mimo_train.models.parameters import Cut, global_name, global_names, modules_of, router_biases
 from mimo_train.models.sharding import ShardedModule, shard_of
 from mimo_train.parallel.collectives import agreed
 from mimo_train.parallel.groups import RunGroups
@@ -51,7 +53,13 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
                     name: (*shard_of(value), value) for name, value in _parameters(chunks_of[part.module], part.begins)
                 }
                 cuts = {name: rows or _cut(value, groups, part.module) for name, (_, rows, value) in local.items()}
-                reader.fill({name: shard for name, (shard, *_) in local.items() if shard.numel()}, cuts)
+                quantized = _quantized(chunks_of[part.module], part.begins)
+                plain = {name: shard for name, (shard, *_) in local.items() if shard.numel() and name not in quantized}
+                reader.fill(plain, cuts)
+                for name, layer in quantized.items():
+                    full = torch.empty_like(layer.full_weight(torch.float32))
+                    reader.fill({name: full}, cuts)
+                    layer.weight.data, layer.weight_scales.data = quantize(full)
         require_no_others(readers)
         if dist.get_rank() == 0:
             for _, reader in readers:
@@ -115,8 +123,18 @@ def _reads_rows(cfg: ConfigContainer, chunk: ShardedModule) -> bool:
 def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str, torch.Tensor]]:
     for chunk in chunks:
         for name, parameter in (global_names(chunk) | router_biases(chunk)).items():
-            if name.startswith(begins) and not is_adapter(name):
+            if name.startswith(begins) and not is_adapter(name) and not name.endswith(".weight_scales"):
                 yield name, parameter
+
+
+def _quantized(chunks: list[MegatronModule], begins: str) -> dict[str, Any]:
+    """Return the layers with quantized weights by the names of these."""
+    layers = {
+        f"{global_name(unwrap_model(chunk), path)}.weight": layer
+        for chunk in chunks
+        for path, layer in quantized_layers(unwrap_model(chunk))
+    }
+    return {name: layer for name, layer in layers.items() if name.startswith(begins)}
 
 
 def _cut(parameter: torch.Tensor, groups: RunGroups, module: str) -> Cut:

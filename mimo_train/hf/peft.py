@@ -25,12 +25,15 @@ from mimo_train.config.pretrained.adapter import (
     TENSOR,
     WEIGHTS,
     adapted_paths,
+    adapter_paths,
+    is_stack,
     read_config,
+    stored_names,
     weights_file,
 )
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.layout.adapters import WHOLE, Linear
-from mimo_train.models.lora import FusedRows
+from mimo_train.models.lora.rows import FusedRows
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Adapted:
     carried: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further tensors by PEFT's names, written unchanged."""
     module: str = ""
+    saved: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors of modules that were trained whole, by PEFT's names."""
+    is_tied: bool = False
+    """True if the output layer is tied to the embedding."""
 
 
 def write_adapters(
@@ -102,6 +109,9 @@ def write_adapters(
                 ranks[re.escape(path)] = adapted.lora.rank
             if adapted.lora.alpha != first.alpha:
                 alphas[re.escape(path)] = _number(adapted.lora.alpha)
+    saved = {name: value for adapted in modules for name, value in adapted.saved.items()}
+    paths = sorted({key.removeprefix(PREFIX).partition(".lora_")[0] for key in tensors})
+    stacks, names = [path for path in paths if is_stack(path)], stored_names(paths)
     config = {
         "peft_type": "LORA",
         "task_type": task_type,
@@ -112,7 +122,8 @@ def write_adapters(
         "lora_alpha": _number(first.alpha),
         "lora_dropout": first.dropout,
         # Use whole paths: the last parts may also name layers without adapters, in a vision tower for example.
-        "target_modules": sorted({key.removeprefix(PREFIX).partition(".lora_")[0] for key in tensors}),
+        "target_modules": [path for path in paths if path not in stacks] or None,
+        "target_parameters": stacks or None,
         "rank_pattern": dict(sorted(ranks.items())),
         "alpha_pattern": dict(sorted(alphas.items())),
         "use_rslora": first.rslora,
@@ -120,11 +131,17 @@ def write_adapters(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": sorted(name.split(".")[-2] for name in saved) or None,
     }
+    if any(adapted.is_tied and adapted.saved for adapted in modules):
+        config["ensure_weight_tying"] = True  # else the loaded output layer keeps the weights of the base model
     folder.mkdir(parents=True, exist_ok=True)
     # Write here, so that failures are OSErrors; safetensors raises its own.
-    (folder / WEIGHTS).write_bytes(save({key: value.clone() for key, value in tensors.items()}, {"format": "pt"}))
+    stored = dict(saved)
+    for key, value in tensors.items():
+        path = key.removeprefix(PREFIX).partition(".lora_")[0]
+        stored[key.replace(path, names[path])] = value.clone()
+    (folder / WEIGHTS).write_bytes(save(stored, {"format": "pt"}))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -132,6 +149,8 @@ def _tensors_of(module: Adapted) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for linear in module.linears:
         places = module.places.get(linear.name, {})
+        if linear.experts and f"{linear.of_expert(0)}.lora_a" not in module.adapters:
+            continue
         for projection, adapter in _by_projection(linear, module.adapters, is_split=WHOLE not in places).items():
             place = places.get(projection)
             if place is None:
@@ -189,9 +208,13 @@ def read_adapter(
                     f"{folder / WEIGHTS}: {path}.{_NAMES[name]} has shape {tuple(tensor.shape)}, and {linear.name} "
                     f"needs {shapes[name]} for it"
                 )
-            adapters[".".join(filter(None, (linear.name, key, name)))] = (
-                tensor if name == "lora_a" else place.ours(tensor)
-            )
+            tensor = tensor if name == "lora_a" else place.ours(tensor)
+            if not linear.experts:
+                adapters[".".join(filter(None, (linear.name, key, name)))] = tensor
+                continue
+            sizes = (linear.experts, lora.rank)
+            experts = tensor.unflatten(0, sizes) if name == "lora_a" else tensor.unflatten(1, sizes[::-1]).movedim(2, 0)
+            adapters |= {f"{linear.of_expert(number)}.{name}": values for number, values in enumerate(experts)}
         targets.add((linear.name, key))
     lora.targets = _targets(linears, targets)
     return lora, adapters
@@ -201,6 +224,11 @@ def _by_projection(
     linear: Linear, adapters: Mapping[str, torch.Tensor], is_split: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return a linear layer's adapters by projection; with `is_split` a whole-layer adapter is split."""
+    if linear.experts:
+        experts = [linear.of_expert(number) for number in range(linear.experts)]
+        lora_a = torch.cat([adapters[f"{expert}.lora_a"] for expert in experts])
+        lora_b = torch.stack([adapters[f"{expert}.lora_b"] for expert in experts], dim=-1).flatten(1)
+        return {WHOLE: {"lora_a": lora_a, "lora_b": lora_b}}
     names = [name for name, _ in linear.projections]
     by_path = {}
     for projection in (WHOLE, *names):
@@ -220,18 +248,23 @@ def _by_projection(
 
 
 def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    rows = linear.rows(projection)
-    shapes: dict[str, tuple[int, ...]] = {"lora_a": (lora.rank, linear.inputs), "lora_b": (rows, lora.rank)}
+    """Return the shapes of an adapter in PEFT's file. Experts are packed: A [experts, rank] x inputs, and B rows x
+    [rank, experts] (peft 0.21.2, `ParamWrapper`)."""
+    rows, rank = linear.rows(projection), lora.rank * max(1, linear.experts)
+    shapes: dict[str, tuple[int, ...]] = {"lora_a": (rank, linear.inputs), "lora_b": (rows, rank)}
     return shapes | ({"lora_magnitude": (rows,)} if lora.dora else {})
 
 
 def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     names = {theirs: ours for ours, theirs in _NAMES.items()}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in load_tensors(folder).items():
+    stored = load_tensors(folder)
+    paths = adapter_paths(folder, stored)
+    for key, tensor in stored.items():
         match = TENSOR.fullmatch(key)
-        assert match is not None, key
-        tensors.setdefault(match[1], {})[names[match[2]]] = tensor
+        if match is None:
+            continue  # trained next to the adapters
+        tensors.setdefault(paths[match[1]], {})[names[match[2]]] = tensor
     return tensors
 
 
@@ -256,7 +289,7 @@ def _targets(linears: Sequence[Linear], adapted: set[tuple[str, str]]) -> list[s
     }
     last = {key: path.rpartition(".")[2] for key, path in paths.items()}
     short = {last[key] for key in adapted}
-    in_layers = {linear.name for linear in linears if linear.layer is not None}
+    in_layers = {linear.name for linear in linears if linear.layer is not None and "experts." not in linear.name}
     if all(name in in_layers for name, _ in adapted) and adapted == {
         key for key in paths if last[key] in short and key[0] in in_layers
     }:

@@ -16,7 +16,15 @@ import torch
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.weight_files import DTYPES as TORCH_NAMES
-from mimo_train.config.pretrained.weight_files import INDEX, SINGLE, packed_stacks, stored_tensors, unpacked_shape
+from mimo_train.config.pretrained.weight_files import (
+    INDEX,
+    SINGLE,
+    packed_stacks,
+    quantized_weights,
+    stored_tensors,
+    unpacked_shape,
+)
+from mimo_train.models.lora.quantized import dequantized_tensor
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in TORCH_NAMES.items()}
 """Torch dtypes by their names in a header."""
@@ -51,9 +59,9 @@ class TensorFolder:
             key: config key that names the directory, for errors.
         """
         self.folder, self._key = folder, key
+        stored = stored_tensors(folder, key)
         self.tensors = {
-            name: Stored(path, entry.begin, entry.shape, DTYPES[entry.dtype])
-            for name, (path, entry) in stored_tensors(folder, key).items()
+            name: Stored(path, entry.begin, entry.shape, DTYPES[entry.dtype]) for name, (path, entry) in stored.items()
         }
         pairs = packed_stacks({name: stored.shape for name, stored in self.tensors.items()})
         self.packed = {
@@ -62,6 +70,34 @@ class TensorFolder:
         """Blocks and scales of stacks in MXFP4, whose matrices `transposed_rows` reads."""
         for name, (blocks, _) in self.packed.items():
             self.tensors[name] = Stored(blocks.file, blocks.begin, unpacked_shape(blocks.shape), torch.bfloat16)
+
+        self._quantized: dict[str, dict[str, Stored]] = {}
+        """The tensors of weights that bitsandbytes has quantized to NF4, which are read in fp32."""
+        for name, (shape, parts) in quantized_weights(stored).items():
+            self._quantized[name] = {
+                "weight" if part == name else part.removeprefix(f"{name}."): self.tensors.pop(part) for part in parts
+            }
+            self.tensors[name] = Stored(self._quantized[name]["weight"].file, 0, shape, torch.float32)
+        self._dequantized: dict[str, torch.Tensor] = {}
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if bitsandbytes has quantized some of the weights."""
+        return bool(self._quantized)
+
+    def _value(self, stored: Stored) -> torch.Tensor:
+        with stored.file.open("rb", buffering=0) as file:
+            return self._read(file.fileno(), stored, 0, prod(stored.shape) * stored.dtype.itemsize).view(stored.shape)
+
+    def _full(self, name: str) -> torch.Tensor:
+        """Return a weight that the directory has quantized. The last three are kept: queries, keys and values of one
+        layer are read in turns."""
+        if name not in self._dequantized:
+            parts = {part: self._value(stored) for part, stored in self._quantized[name].items()}
+            self._dequantized[name] = dequantized_tensor(parts)
+            if len(self._dequantized) > 3:
+                del self._dequantized[next(iter(self._dequantized))]
+        return self._dequantized[name]
 
     def rows(self, name: str, first: int, count: int, columns: tuple[int, int] | None = None) -> Iterator[torch.Tensor]:
         """Yield rows `first` to `first + count` in chunks of at most CHUNK bytes: [rows, columns], in the file's dtype.
@@ -72,6 +108,10 @@ class TensorFolder:
             columns: first and last + 1 of the entries of each row to yield; default: all.
         """
         stored = self.tensors[name]
+        if name in self._quantized:
+            begin, end = columns or (0, stored.shape[1])
+            yield self._full(name)[first : first + count, begin:end]
+            return
         yield from self._rows(stored, prod(stored.shape[1:]), first, count, columns)
 
     def stack_rows(
@@ -119,9 +159,7 @@ class TensorFolder:
     def whole(self, name: str) -> torch.Tensor:
         """Return a whole tensor."""
         assert name not in self.packed, name
-        stored = self.tensors[name]
-        with stored.file.open("rb", buffering=0) as file:
-            return self._read(file.fileno(), stored, 0, prod(stored.shape) * stored.dtype.itemsize).view(stored.shape)
+        return self._full(name) if name in self._quantized else self._value(self.tensors[name])
 
     def _read(self, file: int, stored: Stored, begin: int, size: int) -> torch.Tensor:
         buffer = bytearray(size)

@@ -7,12 +7,13 @@ adapter goes next to the whole layer or next to single projections, each with it
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 
 from encoders.key_rules import nearest
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
-from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
+from mimo_train.config.schema_modules import BLOCK, LoraConfig, ModuleConfig
 from mimo_train.config.transformers_llm import MODEL, TransformersLlm, parameters_of
 from mimo_train.layout.ranks import stage_layers
 from mimo_train.models.blocks.base import WHOLE, Linear
@@ -31,13 +32,15 @@ class AdaptedLinear:
     projections: tuple[str, ...]
     """The projections with an adapter, in the order of the weight's rows; (WHOLE,) is one adapter for the layer."""
 
-    def parameters(self, lora: LoraConfig, tp: int = 1) -> int:
+    def parameters(self, lora: LoraConfig, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
         """Return the parameters on one rank. Each adapter has A [rank, inputs], B [rows, rank] and, with DoRA, [rows].
-        Tensor parallelism divides the dimension along which the weight is split."""
+        Tensor parallelism, of experts that over `etp` ranks, divides the dimension along which the weight is split."""
         linear, rank, of_row = self.linear, lora.rank, lora.rank + lora.dora
+        tp = etp if linear.experts else tp
         inputs = linear.inputs if linear.column else linear.inputs // tp
         rows = [linear.rows(projection) // (tp if linear.column else 1) for projection in self.projections]
-        return sum(rank * inputs + of_row * row_count for row_count in rows)
+        copies = linear.experts // ep if linear.experts else 1
+        return copies * sum(rank * inputs + of_row * row_count for row_count in rows)
 
 
 def layers_name(module: str) -> str:
@@ -47,7 +50,7 @@ def layers_name(module: str) -> str:
 
 def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear]:
     """Return the linear layers that can have adapters: those of transformer layers in order, then of the projector.
-    Experts, shared experts and routers have none. `language_width`: output width of the projector."""
+    Routers have none. `language_width`: output width of the projector."""
     if isinstance(module.llm, TransformersLlm):
         of_class = parameters_of(module.llm.model_config).linears
         return [
@@ -110,15 +113,65 @@ def adapter_parameters(
     language_width: int,
     *,
     tp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
     stage: int = 0,
     stages: int = 1,
     vpp: int = 1,
-) -> int:
-    """Return the adapter parameters of a module on one rank of a pipeline stage; the projector is on the last stage."""
+) -> tuple[int, int]:
+    """Return the adapter parameters of a module on one rank of a pipeline stage, without and of experts; the projector
+    is on the last stage."""
     local_layers: set[int | None] = {*stage_layers(_layers(module), stage, stages, vpp)}
     local_layers |= {None} if stage == stages - 1 else set()
     adapters = adapted_linears(name, module, language_width).values()
-    return sum(adapter.parameters(module.lora, tp) for adapter in adapters if adapter.linear.layer in local_layers)
+    counts = [0, 0]
+    for adapter in adapters:
+        if adapter.linear.layer in local_layers:
+            counts[adapter.linear.experts > 0] += adapter.parameters(module.lora, tp, ep, etp)
+    return counts[0], counts[1]
+
+
+def quantized_parameters(
+    name: str,
+    module: ModuleConfig,
+    language_width: int,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    stage: int = 0,
+    stages: int = 1,
+    vpp: int = 1,
+) -> tuple[int, int]:
+    """Return the quantized parameters of a module on one rank of a pipeline stage, and those of its largest weight."""
+    local_layers = {*stage_layers(_layers(module), stage, stages, vpp)}
+    total = largest = 0
+    for linear in linears(name, module, language_width) if module.lora.quantization else ():
+        if linear.layer in local_layers:
+            size = linear.rows() * linear.inputs // (etp if linear.experts else tp)
+            total += size * (linear.experts // ep if linear.experts else 1)
+            largest = max(largest, size)
+    return total, largest
+
+
+def _quantization_faults(name: str, module: ModuleConfig, candidates: list[Linear]) -> Iterator[Fault]:
+    """Yield the fault of a linear layer whose inputs on a rank are not whole blocks."""
+    key, layout = f"modules.{name}.lora.quantization", module.layout
+    if isinstance(module.llm, TransformersLlm):
+        yield Fault(key, f"requires a native model. Set modules.{name}.implementation=native, or remove it")
+        return
+    if find_spec("bitsandbytes") is None:
+        yield Fault(key, "requires bitsandbytes. Install the extra qlora: pip install 'mimo-train[qlora]'")
+    for linear in candidates:
+        ranks = 1 if linear.column else layout.etp if linear.experts else layout.tp
+        if linear.layer is not None and linear.inputs % (BLOCK * ranks):
+            yield Fault(
+                key,
+                f"nf4 has a scale for {BLOCK} inputs of a row, and {linear.name} has {linear.inputs} inputs over "
+                f"{ranks} ranks. Use {'a smaller ' if ranks > 1 else 'other sizes, or remove it'}"
+                f"{('etp' if linear.experts else 'tp') if ranks > 1 else ''}",
+            )
+            return
 
 
 def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iterator[Fault]:
@@ -127,21 +180,35 @@ def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iter
     if isinstance(module.encoder, PlainSpec) or lora.rank <= 0 or not lora.targets or next(lora.faults(""), None):
         return
     candidates = linears(name, module, language_width)
+    if lora.quantization:
+        yield from _quantization_faults(name, module, candidates)
     unmatched = [pattern for pattern in targets if not any(_matches(pattern, linear) for linear in candidates)]
     experts = getattr(module.llm, "num_experts", 0)
     of_experts = [pattern for pattern in unmatched if pattern in ("linear_fc1", "linear_fc2")]
     if of_experts and experts:
-        others = dict.fromkeys(linear.name.rpartition(".")[2] for linear in candidates if linear.layer is not None)
+        dense = [
+            linear.name.rpartition(".")[2]
+            for linear in candidates
+            if linear.layer is not None and not _is_expert(linear)
+        ]
         yield Fault(
             f"{prefix}.lora.targets",
-            f"{' and '.join(of_experts)} belong to the {experts} experts, which get no adapters: use "
-            f"{prefix}.lora.targets=[{', '.join(others)}]",
+            f"{' and '.join(of_experts)} belong to the {experts} experts, which get adapters by the name experts. Set "
+            f"{prefix}.lora.targets=[{', '.join(dict.fromkeys(dense))}, experts]",
         )
     elif unmatched:
         yield Fault(
             f"{prefix}.lora.targets", f"{unmatched[0]!r} matches no linear layer. {_near(unmatched[0], candidates)}"
         )
     adapters = adapted_linears(name, module, language_width)
+    if any(adapter.linear.experts for adapter in adapters.values()):
+        for key, is_set in (("dora", lora.dora), ("dropout", lora.dropout > 0)):
+            if is_set:
+                yield Fault(
+                    f"{prefix}.lora.{key}",
+                    f"is not supported with adapters of experts (PEFT has no form for it). Set it to "
+                    f"{'false' if key == 'dora' else 0}, or remove experts from {prefix}.lora.targets",
+                )
     for adapter in adapters.values():
         path = adapter.linear.name
         if WHOLE in adapter.projections and len(adapter.projections) > 1:
@@ -184,6 +251,11 @@ def _matches(pattern: str, linear: Linear) -> set[str]:
     of_projector = pattern.startswith(_PROJECTOR)
     if of_projector != (linear.layer is None):
         return set()
+    if _is_expert(linear):
+        if pattern in ("experts", "shared_experts"):
+            return {WHOLE} if f".{pattern}." in linear.name else set()
+        if "experts" not in pattern:
+            return set()
     by_path = of_projector or "." in pattern
     projections = {
         projection
@@ -191,6 +263,11 @@ def _matches(pattern: str, linear: Linear) -> set[str]:
         if fnmatchcase(name if by_path else name.rpartition(".")[2], pattern)
     }
     return {WHOLE} if WHOLE in projections else projections
+
+
+def _is_expert(linear: Linear) -> bool:
+    """True for experts and shared experts, which only patterns with the word experts match."""
+    return "experts." in linear.name
 
 
 def _near(pattern: str, candidates: list[Linear]) -> str:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from encoders.registry import family_of
-from mimo_train.config.parts import LANGUAGE, PARTS
+from mimo_train.config.parts import LANGUAGE, PARTS, SAVED
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import TransformersLlm, TransformersSizes
 from mimo_train.cpu.grad_accumulation import InPlaceGradients
@@ -31,7 +31,7 @@ from mimo_train.models.freeze import freeze, let_biases_learn, let_recomputed_la
 from mimo_train.models.heads import ModelHook, make_value_model
 from mimo_train.models.language_model import SeededGPTModel
 from mimo_train.models.layers import language_layers, layer_spec, projector_submodules
-from mimo_train.models.lora import freeze_base, start_magnitudes
+from mimo_train.models.lora.adapters import freeze_base, start_magnitudes
 from mimo_train.models.mimo import PlacedMimoModel
 from mimo_train.models.norms import norm_class
 from mimo_train.models.parameters import drawn_in_parts, modules_of
@@ -135,7 +135,8 @@ def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, na
     """Freeze all but adapters if the module has any, and start their magnitudes. Let biases next to frozen weights, and
     recomputed layers after them, learn. A head that a hook adds afterwards is trained."""
     if cfg.modules[name].lora.rank:
-        freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"])
+        saved = {SAVED[each] for each in cfg.modules[name].lora.modules_to_save}
+        freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"], saved)
         if adapts_projector(adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size)):
             freeze_base(chunks, PARTS["projector"])
         for chunk in chunks:

@@ -18,7 +18,7 @@ from encoders.native.vit.tiles import Tiling
 from encoders.projectors.resampler import PerceiverResampler
 from encoders.projectors.spec import ProjectorSpec
 from mimo_train.config.parts import PARTS
-from mimo_train.models.lora import add_adapters
+from mimo_train.models.lora.adapters import add_adapters
 from mimo_train.parallel import device
 from mimo_train.parallel.device import to_device
 

@@ -41,7 +41,8 @@ from mimo_train.models.blocks.mlp.module import mlp_submodules
 from mimo_train.models.blocks.module import BlockModule
 from mimo_train.models.dense_layer import DenseLayer
 from mimo_train.models.fp8 import prepare_layer
-from mimo_train.models.lora import add_adapters, linear_classes
+from mimo_train.models.lora.adapters import add_adapters, quantize_linears
+from mimo_train.models.lora.linear import linear_classes
 from mimo_train.models.norms import NormedAdd, ScaledAdd, norm_class
 from mimo_train.models.parameters import seed_for
 
@@ -58,6 +59,7 @@ class SeededTransformerLayer(TransformerLayer):
         torch.manual_seed(seed)
         super().__init__(config, submodules, layer_number=layer_number, **kwargs)
         add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
+        quantize_linears(self, f"{config.layers_name}.{self.layer_number - 1}", config)
         prepare_layer(self)
         self._is_parallel = getattr(config, "parallel_block", False)
         if self._is_parallel:

@@ -37,7 +37,7 @@ def params_l2_norm(model: list[MegatronModule], master_copies: bool = True) -> f
     pieces = []
     for chunk in (chunk for chunks in modules_of(model).values() for chunk in chunks):
         for _, param, shard in _counted(chunk):
-            if shard is None:
+            if shard is None or not param.is_floating_point():  # a quantized weight
                 continue
             if not master_copies or not hasattr(param, "main_param"):
                 pieces.append(param.reshape(-1)[shard])

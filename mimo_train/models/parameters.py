@@ -117,7 +117,7 @@ def modules_of(chunks: list[MegatronModule]) -> dict[str, list[MegatronModule]]:
 def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of a model chunk, wrapped or not, by their names in the whole module."""
     model = unwrap_model(chunk)
-    names = {_global_name(model, name): parameter for name, parameter in model.named_parameters()}
+    names = {global_name(model, name): parameter for name, parameter in model.named_parameters()}
     if getattr(model, "share_embeddings_and_output_weights", False) and _TIED in names:
         names[_EMBEDDING] = names.pop(_TIED)
     return names
@@ -128,13 +128,13 @@ def router_biases(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
     directories have."""
     model = unwrap_model(chunk)
     buffers = model.named_buffers()
-    return {_global_name(model, name): buffer for name, buffer in buffers if name.endswith(".router.expert_bias")}
+    return {global_name(model, name): buffer for name, buffer in buffers if name.endswith(".router.expert_bias")}
 
 
 def tensor_names(chunk: torch.nn.Module) -> dict[int, str]:
     """Return the names of parameters and buffers of a model chunk in the whole module, by `id`."""
     model = unwrap_model(chunk)
-    names = {id(buffer): _global_name(model, name) for name, buffer in model.named_buffers()}
+    names = {id(buffer): global_name(model, name) for name, buffer in model.named_buffers()}
     return names | {id(parameter): name for name, parameter in global_names(chunk).items()}
 
 
@@ -152,7 +152,8 @@ def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, to
             yield from layers_of(child, path)
 
 
-def _global_name(module: torch.nn.Module, name: str) -> str:
+def global_name(module: torch.nn.Module, name: str) -> str:
+    """Return the name of a parameter or a submodule in the whole module, from its name in this rank's part of it."""
     parts, first_expert = name.split("."), 0
     for number, part in enumerate(parts):
         ep_group, experts = getattr(module, "ep_group", None), getattr(module, "num_local_experts", 0)

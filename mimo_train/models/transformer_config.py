@@ -16,7 +16,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import TransformersSizes
-from mimo_train.layout.adapters import adapted_linears, layers_name
+from mimo_train.layout.adapters import adapted_linears, layers_name, linears
 from mimo_train.layout.ranks import ModuleLayout, RunLayout, layers_of_stage
 from mimo_train.models.documents import documents_of_media
 from mimo_train.models.parameters import draw_by, seed_for
@@ -311,7 +311,10 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
     draw_by(config)
     config.init_seed = seed_for(cfg.run.seed, layout.name)
     config.lora = cfg.modules[layout.name].lora
-    config.adapters = adapted_linears(layout.name, cfg.modules[layout.name], cfg.llm.hidden_size)
+    module = cfg.modules[layout.name]
+    config.adapters = adapted_linears(layout.name, module, cfg.llm.hidden_size)
+    of_module = linears(layout.name, module, cfg.llm.hidden_size) if module.lora.quantization else []
+    config.quantized = {linear.name: linear for linear in of_module if linear.layer is not None}
     config.layers_name = layers_name(layout.name)
     config.cpu_kernels = cfg.run.cpu_kernels
     # Only these layers can be compiled.

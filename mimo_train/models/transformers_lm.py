@@ -31,7 +31,8 @@ from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
 from mimo_train.layout.adapters import AdaptedLinear
 from mimo_train.models.divergence import Lesson
 from mimo_train.models.language_model import spread
-from mimo_train.models.lora import Adaptable, start_magnitudes
+from mimo_train.models.lora.adapters import start_magnitudes
+from mimo_train.models.lora.linear import Adaptable
 from mimo_train.models.parameters import seed_for
 from mimo_train.models.probe import Probe, only_at
 from mimo_train.models.sharding import copy_whole

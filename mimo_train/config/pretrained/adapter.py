@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.config.errors import ConfigError, Fault, UserError
-from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.parts import LANGUAGE, SAVED
 from mimo_train.config.pretrained.hub import snapshot_of
 from mimo_train.config.pretrained.weight_files import Unreadable, read_bin_header, read_error, read_header
 from mimo_train.config.schema_modules import LoraConfig
@@ -25,14 +25,17 @@ MERGE = "merge the adapter with peft (merge_and_unload) and start from the merge
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
 """A tensor of a linear layer's adapter: path of the layer, and kind of the tensor."""
 
+_SAVED = re.compile(re.escape(PREFIX) + r"(?:.+\.)?(embed_tokens|lm_head|score)\.weight")
+"""A tensor that was trained next to the adapters: the vocabulary's, or the value head of a reward model."""
+
 _READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights"}
 _READ |= {"rank_pattern", "alpha_pattern"}
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     # The tensors show which layers have adapters.
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
     # Settings of features that another key enables.
-    *("megatron_core", "qalora_group_size"),
+    *("megatron_core", "qalora_group_size", "modules_to_save", "ensure_weight_tying"),
 }
 """Keys that do not change the meaning of the tensors."""
 _NEUTRAL: dict[str, tuple] = {"bias": ("none",)}
@@ -103,7 +106,13 @@ def adapter_keys(folder: str, module: str, layers: int, built: int, key: str) ->
     except UserError as error:
         raise ConfigError([Fault(key, str(error))]) from error
     names = ("rank", "alpha", "dropout", "rslora", "dora")
-    return {name: getattr(lora, name) for name in names} | {"targets": targets}
+    saved = [] if module != LANGUAGE else [name for name in SAVED if name in saved_tensors(folder)]
+    return {name: getattr(lora, name) for name in names} | {"targets": targets, "modules_to_save": saved}
+
+
+def saved_tensors(folder: Path | str) -> dict[str, str]:
+    """Return the tensors that were trained next to the adapters, by the last parts of their modules' names."""
+    return {match[1]: name for name in _header(Path(folder)) if (match := _SAVED.fullmatch(name))}
 
 
 def paths_of(paths: Iterable[str], module: str) -> list[str]:
@@ -129,6 +138,15 @@ def adapted_paths(folder: Path) -> list[str]:
     Raises:
         UserError: the file is missing or damaged, or holds something else.
     """
+    header, file = _header(folder), folder / WEIGHTS
+    paths = adapter_paths(folder, header)
+    if not paths:
+        raise UserError(f"{file} holds no adapter")
+    return list(paths.values())
+
+
+def _header(folder: Path) -> Iterable[str]:
+    """Return the names of the tensors of an adapter."""
     snapshot, file = snapshot_of(folder), folder / WEIGHTS
     try:
         if snapshot is not None and not snapshot.has(WEIGHTS) and WEIGHTS in snapshot.sizes():
@@ -138,16 +156,63 @@ def adapted_paths(folder: Path) -> list[str]:
             header = (read_header if file.name == WEIGHTS else read_bin_header)(file)
     except (Unreadable, OSError) as error:
         raise UserError(read_error(file, error)) from error
-    paths: dict[str, None] = {}
-    for name in header:
+    return header
+
+
+_INNER = ".base_layer"
+_STACKS = (".experts.gate_up_proj", ".experts.down_proj")
+"""Ends of names of the tensors with the weights of all experts of a layer, in the order of their classes."""
+
+
+def is_stack(path: str) -> bool:
+    """True if an adapter belongs to a tensor with the weights of all experts (`target_parameters`)."""
+    return path.endswith(_STACKS)
+
+
+def stored_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return the names of layers in the file of an adapter. PEFT wraps the module of a layer's experts for each of its
+    tensors with an adapter, the first one innermost (peft 0.21.2, `ParamWrapper`)."""
+    names = {path: path.rpartition(".")[0] if is_stack(path) else path for path in paths}
+    for path, name in names.items():
+        if path.endswith(_STACKS[0]) and f"{name}.{_STACKS[1].rpartition('.')[2]}" in names:
+            names[path] = name + _INNER
+    return names
+
+
+def adapter_paths(folder: Path, tensors: Iterable[str]) -> dict[str, str]:
+    """Return the layers with adapters by their names in the file, which `stored_names` returns.
+
+    Args:
+        tensors: names of the tensors in the file.
+
+    Raises:
+        UserError: a tensor belongs to something else.
+    """
+    stored: dict[str, None] = {}
+    for name in tensors:
         match = TENSOR.fullmatch(name)
-        if match is not None:
-            paths[match[1]] = None
-        else:
-            raise UserError(f"{file}: {name} is no tensor of a linear layer's adapter: {MERGE}")
-    if not paths:
-        raise UserError(f"{file} holds no adapter")
-    return list(paths)
+        if _SAVED.fullmatch(name):
+            continue
+        if match is None:
+            raise UserError(f"{folder}: {name} is no tensor of a linear layer's adapter: {MERGE}")
+        stored[match[1]] = None
+    paths = {}
+    for name in stored:
+        experts = name.removesuffix(_INNER)
+        if not experts.endswith(".experts"):
+            paths[name] = name
+            continue
+        is_first = name.endswith(_INNER) or f"{name}{_INNER}" not in stored and _names_first_stack(folder)
+        paths[name] = f"{experts}.{_STACKS[not is_first].rpartition('.')[2]}"
+    return paths
+
+
+def _names_first_stack(folder: Path) -> bool:
+    try:
+        targets = json.loads((folder / CONFIG).read_text()).get("target_parameters") or ()
+    except (OSError, ValueError, AttributeError):
+        return False  # `read_config` reports it
+    return any(_STACKS[0].endswith(f".{str(target).rpartition('.')[2]}") for target in targets)
 
 
 def weights_file(folder: Path) -> Path:
@@ -226,10 +291,16 @@ def _targets(paths: Iterable[str], layers: int) -> list[str]:
             continue
         is_delta = path.endswith(_OF_DELTA)
         name = last if is_delta else _LAST.get(last, last)
-        if number is None or not (is_delta or name in _OURS):
+        of_experts = is_stack(path) or "shared_expert" in path
+        if is_stack(path):
+            name = f"experts.{last}"
+        elif of_experts:
+            name = f"shared_experts.{last}"
+        if number is None or not (is_delta or of_experts or name in _OURS):
             raise UserError(f"{path} is no layer that can have adapters here: {MERGE}")
         numbers_by_name.setdefault(name, set()).add(int(number[1]))
     for name, numbers in numbers_by_name.items():
         has_all_layers = numbers == set(range(layers))
-        targets += [name] if has_all_layers else [f"*.layers.{number}.*{name}" for number in sorted(numbers)]
+        every = f"*.{name}" if "experts." in name else name
+        targets += [every] if has_all_layers else [f"*.layers.{number}.*{name}" for number in sorted(numbers)]
     return sorted(targets)

@@ -231,14 +231,16 @@ def _repeated_half(
 
 
 def _frozen_rows(module: Mapping[str, Any], rows: int, directory: Directory) -> Iterator[Fault]:
-    """Yield the fault of embedding rows added next to adapters, which freeze the embedding: they would stay random."""
-    vocab_size, rank = module["llm"]["vocab_size"], (module.get("lora") or {}).get("rank")
-    if isinstance(vocab_size, int) and isinstance(rank, int) and rank > 0 and vocab_size > rows:
+    """Yield the fault of embedding rows added next to adapters, unless they are trained: they would stay random."""
+    llm, lora = module["llm"], module.get("lora") or {}
+    vocab_size, rank, saved = llm["vocab_size"], lora.get("rank", 0), lora.get("modules_to_save")
+    tables = ["embed_tokens"] if llm.get("tie_embeddings") else ["embed_tokens", "lm_head"]
+    if saved not in (tables, tables[::-1]) and {type(vocab_size), type(rank)} == {int} and rank > 0 < vocab_size - rows:
         yield Fault(
             f"modules.{LANGUAGE}.llm.vocab_size",
             f"adds {vocab_size - rows} rows to the {rows} of {directory.folder}, and they would stay random: "
-            f"modules.{LANGUAGE}.lora.rank {rank} freezes the embedding. Use a tokenizer with at most {rows} tokens of "
-            f"text, set modules.{LANGUAGE}.lora.rank=0, or train the rows first without adapters and export that model",
+            f"modules.{LANGUAGE}.lora.rank {rank} freezes the embedding. Set modules.{LANGUAGE}.lora.modules_to_save="
+            f"[{', '.join(tables)}], or use a tokenizer with at most {rows} tokens of text",
         )
 
 

@@ -25,9 +25,11 @@ from mimo_train.config.pretrained.weight_files import (
     BIN,
     BIN_INDEX,
     INDEX,
+    QUANTIZED,
     SINGLE,
     Entry,
     indexed_files,
+    quantized_weights,
     stored_tensors,
     unpacked,
 )
@@ -127,11 +129,20 @@ def tensors_of(folder: Path, key: str) -> dict[str, Entry]:
     """
     snapshot = snapshot_of(folder)
     if snapshot is None or not snapshot.weight_bytes(key)[1]:
-        return unpacked({name: entry for name, (_, entry) in stored_tensors(folder, key).items()})
+        stored = stored_tensors(folder, key)
+        entries = {name: entry for name, (_, entry) in stored.items()}
+        for name, (shape, parts) in quantized_weights(stored).items():
+            entries = {other: entry for other, entry in entries.items() if other not in parts} | {
+                name: Entry(0, shape, "F32")
+            }
+        return unpacked(entries)
     files = snapshot.weights(key)
     if any(name.endswith(".bin") for name in files):
         raise NoHeadersError(f"{key}: tensors of .bin files are compared with the model after their download")
-    return unpacked({tensor: entry for name in files for tensor, entry in snapshot.read_header(name, key).items()})
+    entries = {tensor: entry for name in files for tensor, entry in snapshot.read_header(name, key).items()}
+    if any(name.endswith(QUANTIZED) for name in entries):
+        raise NoHeadersError(f"{key}: quantized tensors are compared with the model after their download")
+    return unpacked(entries)
 
 
 def snapshot_of(folder: str | Path) -> Snapshot | None:

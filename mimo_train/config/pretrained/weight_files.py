@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
@@ -57,6 +58,26 @@ def unpacked(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
         entries[name] = Entry(0, unpacked_shape(entries.pop(blocks).shape), "BF16")
         del entries[scales]
     return entries
+
+
+QUANTIZED = ".quant_state.bitsandbytes__nf4"
+"""End of the name of a tensor that describes a weight in NF4, as JSON in bytes."""
+
+
+def quantized_weights(
+    tensors: Mapping[str, tuple[Path, Entry]],
+) -> dict[str, tuple[tuple[int, ...], dict[str, tuple[Path, Entry]]]]:
+    """Return {name of a weight that bitsandbytes has quantized to NF4: (its shape, its tensors by name)}."""
+    weights = {}
+    for state, (path, entry) in tensors.items():
+        if not state.endswith(QUANTIZED):
+            continue
+        name = state.removesuffix(QUANTIZED)
+        with _named(path, name), path.open("rb") as file:
+            file.seek(entry.begin)
+            shape = tuple(parsed(file.read(prod(entry.shape)))["shape"])
+        weights[name] = shape, {part: tensors[part] for part in tensors if part == name or part.startswith(f"{name}.")}
+    return weights
 
 
 def stored_tensors(folder: Path, key: str) -> dict[str, tuple[Path, Entry]]:

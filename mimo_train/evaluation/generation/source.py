@@ -98,7 +98,7 @@ def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokeni
 
 
 def _load(folder: Place, cfg: ConfigContainer, merge: bool, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
-    from mimo_train.models.lora import merge_lora
+    from mimo_train.models.lora.adapters import merge_lora
 
     load_model(folder, cfg, pipeline, tokenizer)
     if merge:
@@ -108,7 +108,7 @@ def _load(folder: Place, cfg: ConfigContainer, merge: bool, pipeline: "Pipeline"
 def _load_directory(cfg: ConfigContainer, merge: bool, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     from mimo_train.estimate.parameters import embedding_rows
     from mimo_train.hf.load import load_pretrained, load_start_adapters
-    from mimo_train.models.lora import merge_lora
+    from mimo_train.models.lora.adapters import merge_lora
 
     rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
     load_pretrained(cfg, pipeline.model, pipeline.groups, rows)

@@ -8,6 +8,7 @@ Symbols: s tokens of one sample, b samples of one microbatch on one rank, h hidd
 of all key heads, t tensor parallel size, e bytes of one activation (4 in fp32, 2 in half precision).
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from mimo_train.config.keys import Section, key
 
 WHOLE = ""
 """Stands for a whole linear layer instead of a projection's name."""
+
+
+EXPERT = re.compile(r"local_experts\.\d+\.")
+"""The part of a name that an expert's layer has and its `Linear` has not."""
 
 
 @dataclass
@@ -104,6 +109,8 @@ class Linear:
     """True if tensor parallelism splits the rows (column-parallel), False for the inputs (row-parallel)."""
     layer: int | None = None
     """Index of the transformer layer; None for the projector."""
+    experts: int = 0
+    """Number of experts that each have this layer, with adapters of their own; 0: it belongs to no expert."""
 
     def rows(self, projection: str = WHOLE) -> int:
         """Return the number of rows of the weight, or of one projection."""
@@ -115,6 +122,11 @@ class Linear:
             return (self.rows(projection),)
         several, wanted = dict(self.sections), [each for each in self.projections if projection in (WHOLE, each[0])]
         return tuple(size for name, rows in wanted for size in several.get(name, (rows,)))
+
+    def of_expert(self, number: int) -> str:
+        """Return the name of the layer of one expert; `name` if it belongs to none."""
+        path, _, last = self.name.rpartition(".")
+        return f"{path}.local_experts.{number}.{last}" if self.experts else self.name
 
     @property
     def fused(self) -> bool:

@@ -48,7 +48,7 @@ def _train_on(cfg, steps: int, saved_after: int) -> tuple[list[tuple], str]:
 
 def _loss_of_merged(cfg) -> float | None:
     """Loss of the next step with the adapters in the weights, and A, B and magnitudes that change nothing."""
-    from mimo_train.models.lora import merge_lora
+    from mimo_train.models.lora.adapters import merge_lora
 
     run = Steps(cfg)
     merge_lora(run.model)

@@ -62,7 +62,7 @@ def ours(cfg, drawn: bool) -> dict:
     """On a rank: logits with adapters, drawn here or as the run starts; a checkpoint; logits with merged adapters."""
     import torch
 
-    from mimo_train.models.lora import merge_lora
+    from mimo_train.models.lora.adapters import merge_lora
     from mimo_train.training.step.batches import StepIterator, open_loader
 
     steps = Steps(cfg)

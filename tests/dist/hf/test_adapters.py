@@ -20,15 +20,18 @@ START = "modules.language.lora.adapter"
 def make_adapted_llama(base: Path, folder: Path, merged: Path) -> None:
     """A Llama, an adapter of PEFT for it in two of its three layers, and what the two are together."""
     make_llama(base)
-    _make_adapted(base, folder, merged, ["q_proj", "v_proj", "up_proj"])
+    _make_adapted(base, folder, merged, {"target_modules": ["q_proj", "v_proj", "up_proj"]})
 
 
+EXPERTS = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
 TARGETS = {
-    "deepseek_v3, yarn, groups": ["q_b_proj", "kv_b_proj", "o_proj"],
-    "gpt_oss": ["q_proj", "k_proj", "o_proj"],
-    "qwen3_5": ["q_proj", "v_proj", "in_proj_qkv", "in_proj_a", "out_proj"],
+    "deepseek_v3, yarn, groups": {"target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]},
+    "gpt_oss": {"target_modules": ["q_proj", "k_proj", "o_proj"], "target_parameters": EXPERTS},
+    "mixtral": {"target_modules": ["v_proj"], "target_parameters": EXPERTS[:1]},
+    "qwen3_5": {"target_modules": ["q_proj", "v_proj", "in_proj_qkv", "in_proj_a", "out_proj"]},
+    "llama": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
 }
-"""Of other mixers than plain attention heads."""
+"""Of other mixers than plain attention heads, of experts, and next to trained embeddings."""
 
 
 def make_adapted_family(name: str, base: Path, folder: Path, merged: Path) -> None:
@@ -39,16 +42,17 @@ def make_adapted_family(name: str, base: Path, folder: Path, merged: Path) -> No
     _make_adapted(base, folder, merged, TARGETS[name])
 
 
-def _make_adapted(base: Path, folder: Path, merged: Path, targets: list[str]) -> None:
+def _make_adapted(base: Path, folder: Path, merged: Path, options: dict) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(2)
-    own = LoraConfig(r=3, lora_alpha=5, target_modules=targets, layers_to_transform=[0, 1])
+    layers = None if "target_parameters" in options else [0, 1]
+    own = LoraConfig(r=3, lora_alpha=5, layers_to_transform=layers, task_type="CAUSAL_LM", **options)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), own)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "modules_to_save" in name:
             torch.nn.init.normal_(parameter, std=3.0)  # so that answers differ
     model.save_pretrained(folder)
     model.merge_and_unload().save_pretrained(merged)

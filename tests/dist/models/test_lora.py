@@ -54,6 +54,8 @@ DORA_LAYOUTS = {
 }
 EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=48")
 OF_ATTENTION = ("modules.language.lora.targets=[linear_qkv, linear_proj]",)
+OF_EXPERTS = ("modules.language.llm.shared_expert_ffn_hidden_size=64",)
+OF_EXPERTS += ("modules.language.lora.targets=[linear_qkv, experts, shared_experts]",)
 _SIZES = ("num_key_heads=2", "num_value_heads=4", "key_head_dim=16", "value_head_dim=12")
 DELTA = (
     *(f"modules.language.llm.linear_{key}" for key in ("attention_layers=[1]", *_SIZES)),
@@ -62,6 +64,11 @@ DELTA = (
     "modules.language.lora.targets=[q_proj, in_proj_qkv, in_proj_b, out_proj]",
     "optim.lr=0.1",  # differences of rounding grow from step to step in such layers
 )
+QUANTIZED = ("modules.language.lora.quantization=nf4", "modules.language.lora.dora=true")
+QUANTIZED += ("modules.language.lora.targets=[linear_qkv, linear_fc2]", "modules.language.llm.num_layers=4")
+QUANTIZED += tuple(f"modules.language.llm.{name}=128" for name in ("hidden_size", "ffn_hidden_size"))
+QUANTIZED += ("modules.language.llm.num_attention_heads=4",)
+SAVED = ("modules.language.lora.modules_to_save=[embed_tokens]", "modules.language.llm.num_layers=4")
 PATCHES = "modules.images.encoder.patch_size=12"  # 16 in an image, which sequence parallelism can divide
 MODELS = {
     "gpt_tiny": (("layout=language_one", "modules.language.llm.num_layers=4", *LANGUAGE), GPT_LAYOUTS),
@@ -69,9 +76,25 @@ MODELS = {
         ("layout=language_one", *EXPERTS, *LANGUAGE, *OF_ATTENTION),
         {"ep2 of dp2": ("layout=language_ep2",)},
     ),
+    "gpt_tiny, adapted experts": (
+        ("layout=language_one", *EXPERTS, *LANGUAGE, *OF_EXPERTS),
+        {
+            "ep2 of dp2": ("layout=language_ep2",),
+            "tp2 ep2": (*GPT_LAYOUTS["tp2, sequence parallel"], "modules.language.layout.ep=2"),
+            "tp2 etp2": (*GPT_LAYOUTS["tp2, sequence parallel"], "modules.language.layout.etp=2"),
+        },
+    ),
     "gpt_tiny, delta nets, dora": (
         ("layout=language_one", *DELTA),
         {"tp2, sequence parallel": GPT_LAYOUTS["tp2, sequence parallel"]},
+    ),
+    "gpt_tiny, quantized": (
+        ("layout=language_one", *LANGUAGE, *QUANTIZED),
+        {"tp2, sequence parallel": GPT_LAYOUTS["tp2, sequence parallel"], "pp2": ("layout=language_pp2_vpp2",)},
+    ),
+    "gpt_tiny, saved": (
+        ("layout=language_one", *LANGUAGE, *SAVED),
+        {"tp2": ("layout=language_tp2",), "pp2": ("layout=language_pp2_vpp2",)},
     ),
     "vlm_digits": (("layout=one_process", "modules.images.encoder.num_layers=2", PATCHES, *BOTH), VLM_LAYOUTS),
     "vlm_digits, dora": (
@@ -112,8 +135,9 @@ def _curve_and_changes(cfg) -> tuple[list[tuple], dict[str, bool], dict[str, int
             buffer.grad_data.numel()
             for chunks in modules_of(run.model).values()
             for chunk in chunks
-            for buffer in chunk.buffers
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ),
+        "saved": sum(value.numel() for name, value in before.items() if "word_embeddings" in name),
         "adapters": sum(value.numel() for name, value in before.items() if "lora_" in name),
         "projector": sum(
             value.numel() for name, value in before.items() if "input_projections" in name and "lora_" not in name
@@ -140,9 +164,10 @@ def curve_of(ranks: list[tuple]) -> list[tuple[int, float, float]]:
     return whole([curve for curve, _, _ in ranks])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if "quantized" not in model])
 def test_a_run_begins_with_the_loss_of_the_model_without_adapters(model, tiny, one_process):
-    without = tiny(model, "modules.language.lora.rank=0", *(["modules.images.lora.rank=0"] * model.startswith("vlm")))
+    none = ("modules.language.lora.rank=0", "modules.language.lora.modules_to_save=[]")
+    without = tiny(model, *none, *(["modules.images.lora.rank=0"] * model.startswith("vlm")))
     first, with_adapters = curve_of(_run(without))[0], curve_of(one_process[model])[0]
     assert first[1] == pytest.approx(with_adapters[1], rel=TOLERANCE)  # layers with adapters sum in another order
     # Magnitudes may have larger gradients than the weights they are of.
@@ -156,14 +181,19 @@ def test_nothing_but_adapters_and_projector_is_trained(model, tiny, one_process)
     # A projector with adapters is frozen but for these.
     whole_projector = "input_projections*" not in model_targets(model)
     meant = {name for name in changed if "lora_" in name or (whole_projector and "input_projections" in name)}
+    meant |= {name for name in changed if "saved" in model and "word_embeddings" in name}
     assert trained == meant and any("lora_a" in name for name in meant)
     # Four steps at the small rate of the delta nets are less than batches differ by.
     assert "delta" in model or curve[-1][0] < curve[0][0], "adapters learn"
     # Buffers end on a multiple of 128 numbers or so.
+    kept["gradients"] -= kept["saved"] * ("saved" in model)
     assert 0 <= kept["gradients"] - kept["adapters"] - kept["projector"] * whole_projector < 1024
     cfg = tiny(model)
-    counts = [module_parameters(cfg, name, vocab=0)["adapters"] for name in cfg.modules]
-    assert sum(count.trainable for count in counts) == kept["adapters"]
+    counts = [module_parameters(cfg, name, vocab=0) for name in cfg.modules]
+    assert (
+        sum(counted[part].trainable for counted in counts for part in ("adapters", "experts") if part in counted)
+        == kept["adapters"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,8 +203,9 @@ def test_nothing_but_adapters_and_projector_is_trained(model, tiny, one_process)
 def test_layout_gives_the_numbers_of_one_process(model, title, tiny, one_process):
     ranks = _run(tiny(model, *MODELS[model][1][title]))
     assert max(largest_difference(curve_of(one_process[model]), curve_of(ranks))) < TOLERANCE
+    parts = ("lora_", "proj", *(["word_embeddings", "output_layer"] if "saved" in model else []))
     for _, changed, _ in ranks:
-        assert not [name for name, moved in changed.items() if moved and "lora_" not in name and "proj" not in name]
+        assert not [name for name, moved in changed.items() if moved and not any(part in name for part in parts)]
 
 
 def _saved_after(cfg, steps: int) -> str:
@@ -187,7 +218,9 @@ def _curve(cfg, steps: int) -> list[tuple]:
     return Steps(cfg).train(steps)
 
 
-@pytest.mark.parametrize("model", ["gpt_tiny", "gpt_tiny, delta nets, dora"])
+@pytest.mark.parametrize(
+    "model", ["gpt_tiny", "gpt_tiny, delta nets, dora", "gpt_tiny, adapted experts", "gpt_tiny, quantized"]
+)
 def test_adapters_come_back_on_another_tensor_parallel_size(model, tiny, tmp_path):
     constant = "optim.decay=constant"
     straight = whole(run_ranks(_curve, 1, tiny(model, constant), 4))
@@ -201,7 +234,7 @@ def test_adapters_come_back_on_another_tensor_parallel_size(model, tiny, tmp_pat
 
 def _evaluated(cfg, merge: bool) -> tuple[float, int]:
     """Loss of the next step, and adapters that are not zero."""
-    from mimo_train.models.lora import merge_lora
+    from mimo_train.models.lora.adapters import merge_lora
 
     run = Steps(cfg)
     if merge:

@@ -82,7 +82,7 @@ def _encoder(name: str, way: dict[str, Any], layout: Any, groups: Any) -> Any:
     from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
     from mimo_train.models.freeze import let_recomputed_layers_learn
     from mimo_train.models.layers import layer_spec
-    from mimo_train.models.lora import freeze_base
+    from mimo_train.models.lora.adapters import freeze_base
     from mimo_train.models.norms import norm_class
     from mimo_train.models.transformer_config import encoder_config
 

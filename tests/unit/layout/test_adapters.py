@@ -8,9 +8,10 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, is_adapter
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 from mimo_train.estimate.flops import StepFlops
+from mimo_train.estimate.memory import stage_memory
 from mimo_train.estimate.parameters import module_parameters
 from mimo_train.layout.adapters import WHOLE, adapted_linears, adapter_parameters
-from mimo_train.layout.run import config_faults
+from mimo_train.layout.run import config_faults, resolve
 from tests.unit.configs import changed, load
 
 SPEC = LlmSpec(num_layers=3, hidden_size=8, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=20)
@@ -50,7 +51,7 @@ def test_targets_are_by_default_the_linear_layers_of_the_blocks(keys, expected):
 
 def numbers(*targets: str, dora: bool = False, **place) -> int:
     lora = LoraConfig(rank=3, dora=dora, **({"targets": list(targets)} if targets else {}))
-    return adapter_parameters(LANGUAGE, ModuleConfig(llm=SPEC, lora=lora), 8, **place)
+    return sum(adapter_parameters(LANGUAGE, ModuleConfig(llm=SPEC, lora=lora), 8, **place))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,20 @@ def numbers(*targets: str, dora: bool = False, **place) -> int:
             {f"{LORA}.targets": ["linear_fc1", "q_proj"], "modules.language.llm.num_experts": 4},
             f"{LORA}.targets",
             "linear_fc1 belong to the 4 experts",
+        ),
+        (
+            {f"{LORA}.targets": ["experts"], f"{LORA}.dora": True, "modules.language.llm.num_experts": 4},
+            f"{LORA}.dora",
+            "is not supported with adapters of experts",
+        ),
+        ({f"{LORA}.rank": 0, f"{LORA}.quantization": "nf4"}, f"{LORA}.quantization", "requires adapters"),
+        ({f"{LORA}.quantization": "nf4"}, f"{LORA}.quantization", "has 96 inputs over 1 ranks. Use other sizes"),
+        ({f"{LORA}.modules_to_save": ["norm"]}, f"{LORA}.modules_to_save", "must name some of embed_tokens, lm_head"),
+        ({f"{LORA}.modules_to_save": ["lm_head"]}, f"{LORA}.modules_to_save", "which is tied to the embeddings"),
+        (
+            {"modules.images.lora.rank": 2, "modules.images.lora.modules_to_save": ["lm_head"]},
+            "modules.images.lora.modules_to_save",
+            "applies to native language models only",
         ),
         (
             {"modules.images.lora.rank": 2, "modules.images.freeze": ["encoder"]},
@@ -126,12 +141,52 @@ def test_parameters_of_adapters_by_hand():
     assert numbers("*.layers.1.*.q_proj", stage=1, stages=3) == numbers("*.layers.1.*.q_proj")
 
 
+def test_experts_have_adapters_by_name_alone():
+    experts = replace(SPEC, num_experts=4, expert_ffn_hidden_size=10, shared_expert_ffn_hidden_size=6)
+
+    def of(*targets: str, **place) -> tuple[set[str], tuple[int, int]]:
+        module = ModuleConfig(llm=experts, lora=LoraConfig(rank=3, targets=list(targets)))
+        names = {name.partition(".mlp.")[2] for name in adapted_linears(LANGUAGE, module, 8)}
+        return names, adapter_parameters(LANGUAGE, module, 8, **place)
+
+    up, down = 8 + 20, 10 + 8
+    assert of("experts") == ({"experts.linear_fc1", "experts.linear_fc2"}, (0, 3 * 4 * 3 * (up + down)))
+    assert of("experts", ep=2)[1] == (0, 3 * 2 * 3 * (up + down))
+    assert of("experts", tp=2, etp=2)[1] == (0, 3 * 4 * 3 * (8 + 10 + 5 + 8))
+    assert of("*.experts.down_proj")[0] == {"experts.linear_fc2"}
+    assert of("shared_experts") == (
+        {"shared_experts.linear_fc1", "shared_experts.linear_fc2"}, (3 * 3 * (8 + 12 + 6 + 8), 0)
+    )  # fmt: skip
+    assert of("*")[0] == {""}, "attention alone"
+
+
+def test_a_quantized_base_takes_fewer_bytes():
+    sizes = [f"modules.language.llm.{name}=128" for name in ("hidden_size", "ffn_hidden_size")]
+    sizes += ["modules.language.llm.num_attention_heads=4", f"{LORA}.rank=2", "train.precision=bf16"]
+    full, packed = (
+        stage_memory(resolve(load("gpt_tiny", *sizes, f"{LORA}.quantization={kind}")), LANGUAGE, 384)[0].memory
+        for kind in ("''", "nf4")
+    )
+    cfg = load("gpt_tiny", *sizes)
+    weights = cfg.llm.num_layers * (128 * 128 * 4 + 128 * 128 * 3)
+    assert full.weights - packed.weights == weights * 2 - weights // 2 - weights // 64 * 4
+    assert packed.work - full.work == 2 * 3 * 128 * 128
+
+
+def test_saved_tables_are_trained():
+    cfg = load("gpt_tiny", f"{LORA}.rank=2", f"{LORA}.modules_to_save=[embed_tokens]")
+    width = cfg.llm.hidden_size
+    for stage, tables in ((0, 1), (1, 0), (2, 1)):
+        assert module_parameters(cfg, LANGUAGE, 384, stage=stage, stages=3)["llm"].trainable == tables * 384 * width
+    assert module_parameters(cfg, LANGUAGE, 384, tp=2)["llm"].trainable == 192 * width
+
+
 def test_chunks_of_a_stage_have_the_adapters_of_their_layers():
     module = ModuleConfig(llm=LlmSpec(num_layers=8, hidden_size=8, num_attention_heads=2, ffn_hidden_size=8))
     module.lora = LoraConfig(rank=1, targets=["*.layers.[45].*.linear_proj"])
     # The first of two stages with two chunks each has layers 0, 1, 4 and 5.
     counts = [adapter_parameters(LANGUAGE, module, 8, stage=stage, stages=2, vpp=2) for stage in (0, 1)]
-    assert counts == [2 * 16, 0]
+    assert counts == [(2 * 16, 0), (0, 0)]
 
 
 def test_a_projector_with_adapters_is_frozen():

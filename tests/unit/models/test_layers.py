@@ -13,7 +13,7 @@ from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.cpu.kernels import BLOCK
 from mimo_train.models.blocks.mlp.module import mlp_submodules
 from mimo_train.models.layers import layer_spec
-from mimo_train.models.lora import LoraColumnParallelLinear
+from mimo_train.models.lora.linear import LoraColumnParallelLinear
 from mimo_train.models.mimo import PlacedMimoModel
 from mimo_train.models.parameter_norms import squares_of
 from mimo_train.models.rotary import AxisRotaryEmbedding, axes_of_frequencies

@@ -17,7 +17,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.models.attention import SdpaAttention, SinkAttention, WindowAttention
 from mimo_train.models.blocks.module import BlockModule
 from mimo_train.models.documents import attention_inside_documents
-from mimo_train.models.lora import linear_classes
+from mimo_train.models.lora.linear import linear_classes
 from mimo_train.models.norms import NormOverHeads, TorchNorm
 from mimo_train.models.rotary import angles_of_layer, attention_factor
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -22,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.models.blocks.mlp.module import mlp_submodules
 from mimo_train.models.blocks.module import BlockModule
+from mimo_train.models.lora.linear import LoraRowParallelLinear
 from mimo_train.models.norms import norm_class
 from mimo_train.models.parameters import mark, seed_for
 
@@ -29,7 +29,8 @@ from mimo_train.models.parameters import mark, seed_for
 def build(config: TransformerConfig, te: bool) -> BlockModule:
     """Return the classes of the block. With `te` Transformer Engine's grouped linear layers compute the experts of a
     rank together. The norm is separate, as the router reads its output too."""
-    linears = mlp_submodules(te)
+    te = te and not config.lora.rank
+    linears = mlp_submodules(te, adapted=config.lora.rank > 0)
     if config.add_bias_linear:
         linears = replace(linears, linear_fc2=CopiedOutput)
     if te:
@@ -46,11 +47,11 @@ def build(config: TransformerConfig, te: bool) -> BlockModule:
     return BlockModule(norm_class(te), partial(MoELayer, submodules=parts), {})
 
 
-class CopiedOutput(RowParallelLinear):
+class CopiedOutput(LoraRowParallelLinear):
     """`RowParallelLinear` whose output may change in place. Megatron-Core 0.19.2 adds the bias of an expert so
     (transformer/mlp.py:354), which torch rejects for outputs of `reduce_from_tensor_model_parallel_region`."""
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (output, bias)."""
         output, bias = super().forward(input_)
         return output.clone(), bias

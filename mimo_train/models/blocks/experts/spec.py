@@ -1,7 +1,7 @@
 """The sizes of a mixture of experts, and what depends on them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data.text_format import plural
@@ -178,8 +178,15 @@ class Experts(Block):
                 yield Matmul(f"{block}.shared_experts.gate_weight", 2 * tokens * self.hidden, in_layer=True)
 
     def linears(self, layer: str, number: int) -> Iterator[Linear]:
-        """Yield nothing: experts, shared experts and routers get no adapters."""
-        yield from ()
+        """Yield the linear layers of the experts, where gate and up are one projection, and of the shared expert."""
+        block, halves = f"{layer}.mlp", (self.expert.width,) * (2 if self.expert.gated else 1)
+        first = "gate_up_proj" if self.expert.gated else "up_proj"
+        up = Linear(f"{block}.experts.linear_fc1", self.hidden, ((first, self.expert.up),), sections=((first, halves),))
+        down = Linear(f"{block}.experts.linear_fc2", self.expert.width, (("down_proj", self.hidden),), column=False)
+        yield replace(up, layer=number, experts=self.number)
+        yield replace(down, layer=number, experts=self.number)
+        for linear in self.shared.linears(layer, number) if self.shared.width else ():
+            yield replace(linear, name=linear.name.replace(".mlp.", ".mlp.shared_experts."))
 
     def kept(self, share: Share) -> tuple[int, int]:
         """Return the bytes of expert rows, router and shared expert.

@@ -27,7 +27,7 @@ from torch.nn.utils import skip_init
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.models.attention import SdpaAttention
 from mimo_train.models.blocks.module import BlockModule
-from mimo_train.models.lora import linear_classes
+from mimo_train.models.lora.linear import linear_classes
 from mimo_train.models.norms import TorchNorm
 from mimo_train.models.parameters import mark
 from mimo_train.models.rotary import attention_factor

@@ -6,7 +6,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.models.blocks.module import BlockModule
-from mimo_train.models.lora import linear_classes
+from mimo_train.models.lora.linear import linear_classes
 from mimo_train.models.norms import TorchNorm
 
 

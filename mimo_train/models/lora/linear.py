@@ -20,15 +20,13 @@ cut).
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -45,58 +43,14 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from mimo_train.config.errors import UserError
-from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.layout.adapters import WHOLE, AdaptedLinear, Linear
-from mimo_train.models.parameters import Cut, global_names, mark, seed_for
-from mimo_train.models.sharding import copy_whole
+from mimo_train.models.lora.quantized import Quantizable, in_sections
+from mimo_train.models.lora.rows import FusedRows
+from mimo_train.models.parameters import Cut, mark, seed_for
 
 
-class FusedRows:
-    """The rows of a linear layer's weight on one tensor-parallel rank, or of anything with a number for each row.
-
-    A rank has whole groups of queries, keys and values, and a part of gate and of up.
-    """
-
-    def __init__(self, linear: Linear, tp: int = 1):
-        """`tp`: ranks that the rows are cut over; a row-parallel layer has all of them on each."""
-        tp = tp if linear.column else 1
-        dealt, shares = (tp, 1) if linear.cut_groups else (1, tp)
-        assert linear.groups % dealt == 0, f"{linear.groups} groups of {linear.name} over tp {tp}"
-        self._groups = linear.groups // dealt
-        self._sizes = {name: rows // shares for name, rows in linear.projections}
-
-    def count(self, projection: str = WHOLE) -> int:
-        """Return the number of rows of one projection on this rank, or of all."""
-        return self._groups * sum(size for name, size in self._sizes.items() if projection in (WHOLE, name))
-
-    def split(self, rows: torch.Tensor, projections: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Split rows along dimension 0 into those of each of `projections`, in its own order."""
-        wanted = list(projections)
-        if WHOLE in wanted:
-            return {WHOLE: rows}
-        pieces = rows.unflatten(0, (self._groups, -1)).split(list(self._sizes.values()), dim=1)
-        by_name = dict(zip(self._sizes, pieces, strict=True))
-        return {name: by_name[name].flatten(0, 1) for name in wanted}
-
-    def join(self, pieces: Mapping[str, torch.Tensor], dim: int, fill: float) -> torch.Tensor:
-        """Join the pieces of projections along `dim` to all rows, with `fill` for missing projections."""
-        if WHOLE in pieces:
-            return pieces[WHOLE]
-        like = next(iter(pieces.values()))
-        dim %= like.dim()
-        grouped = []
-        for name, size in self._sizes.items():
-            if name in pieces:
-                grouped.append(pieces[name].unflatten(dim, (self._groups, size)))
-            else:
-                shape = (*like.shape[:dim], self._groups, size, *like.shape[dim + 1 :])
-                grouped.append(like.new_full(shape, fill))
-        return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
-
-
-class Adaptable:
+class Adaptable(Quantizable):
     """Base of the two linear layers that can be adapted. Without `add_adapters` they are Megatron-Core's."""
 
     lora: LoraConfig | None = None
@@ -139,9 +93,11 @@ class Adaptable:
         if self.lora.dora:
             holder.lora_magnitude = torch.nn.Parameter(torch.ones(rows, dtype=dtype))
         for _, parameter, dim in self._named(holder):
+            if self.linear.experts:
+                mark(parameter, allreduce=False)
             if dim is not None:
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)
-            else:
+            elif not self.linear.experts:
                 # Each rank sees its part of the tokens: `finalize_model_grads` then sums over tensor-parallel ranks.
                 mark(parameter, sequence_parallel=self.sequence_parallel)
 
@@ -176,7 +132,16 @@ class Adaptable:
         if self.training and self.lora.dropout:
             with get_cuda_rng_tracker().fork() if cut else nullcontext():
                 inputs = F.dropout(inputs, self.lora.dropout)
-        return F.linear(inputs, torch.cat([holder.lora_a for holder in self._adapters.values()]))
+        lora_a = torch.cat([holder.lora_a for holder in self._adapters.values()])
+        return F.linear(inputs, self._summed(lora_a) if self.column else lora_a)
+
+    def _summed(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return A of a column-parallel or B of a row-parallel layer, which every rank has whole. The ranks of an
+        expert see the same tokens and have a part of the gradient each, which backward sums here; the dispatcher sums
+        their activations."""
+        if self.linear.experts and self.tp_group.size() > 1:
+            return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
+        return parameter
 
     def _adapted(
         self, output_SBO: torch.Tensor, bias: torch.Tensor | None, hidden_SBR: torch.Tensor
@@ -184,7 +149,10 @@ class Adaptable:
         """Return the layer's output and bias with adapters, from those without and A x."""
         assert self.lora is not None
         pieces = zip(self._adapters.items(), hidden_SBR.split(self.lora.rank, -1), strict=True)
-        deltas = {name: F.linear(piece, holder.lora_b) for (name, holder), piece in pieces}
+        deltas = {
+            name: F.linear(piece, holder.lora_b if self.column else self._summed(holder.lora_b))
+            for (name, holder), piece in pieces
+        }
         output_SBO = output_SBO + self.lora.scale * self._rows.join(deltas, dim=-1, fill=0.0)
         if self.lora.dora:
             output_SBO = self._gain().to(output_SBO.dtype) * output_SBO
@@ -197,7 +165,7 @@ class Adaptable:
         """Return this rank's part of W + scale * B A, in fp32."""
         assert self.lora is not None
         products = {name: adapter.lora_b.float() @ adapter.lora_a.float() for name, adapter in self._adapters.items()}
-        return self.weight.float() + self.lora.scale * self._rows.join(products, dim=0, fill=0.0)
+        return self.full_weight(torch.float32) + self.lora.scale * self._rows.join(products, dim=0, fill=0.0)
 
     @torch.no_grad()
     def _norms(self) -> torch.Tensor:
@@ -206,7 +174,7 @@ class Adaptable:
         squares = self._adapted_weight().square().sum(dim=1)
         if not self.column and self.tp_group.size() > 1:
             dist.all_reduce(squares, group=self.tp_group)
-        return squares.sqrt().to(self.weight.dtype)
+        return squares.sqrt().to(self.config.params_dtype)
 
     def _gain(self) -> torch.Tensor:
         """Return DoRA's factor of each output, fp32; 1 for rows without an adapter."""
@@ -227,7 +195,7 @@ class Adaptable:
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple, metadata: dict[str, Any]) -> dict[str, Any]:
         # The method of the linear layer, which follows this class in the MRO.
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         if self.lora is None:
             return state
@@ -240,10 +208,7 @@ class Adaptable:
             state[prefix + name] = stored[f"{prefix}{number}{name}"]
             sections = self.linear.sections_of(projection)
             if dim == 0 and len(sections) > 1:
-                # A rank has a part of each, as it has of the weight (mlp.py:371).
-                sizes = [size // self.tp_group.size() for size in sections]
-                names = [str(section) for section in range(len(sizes))]
-                state[prefix + name] = _split_tensor_factory(state[prefix + name], sizes, names, 0)
+                state[prefix + name] = in_sections(state[prefix + name], sections, self.tp_group.size())
         return state
 
     @torch.no_grad()
@@ -255,8 +220,9 @@ class Adaptable:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Merge the adapters into the weight, and reset them so that they change nothing. Collective like `_norms`."""
-        if self.lora is None:
+        """Merge the adapters into the weight, and reset them so that they change nothing. Those next to a quantized
+        weight, which would be rounded again, stay. Collective like `_norms`."""
+        if self.lora is None or self.is_quantized:
             return
         self.weight.copy_(self.merged_weight())
         for holder in self._adapters.values():
@@ -281,7 +247,9 @@ class LoraColumnParallelLinear(Adaptable, ColumnParallelLinear):
             return super().forward(input_, weight, runtime_gather_output)
         output_SBO, bias = super().forward(input_, weight, False)
         hidden_SBR = self._hidden(input_, cut=self.sequence_parallel)
-        if self.sequence_parallel:
+        if self.linear.experts:
+            pass  # its tokens have been gathered
+        elif self.sequence_parallel:
             hidden_SBR = gather_from_sequence_parallel_region(hidden_SBR, group=self.tp_group)
         else:
             hidden_SBR = copy_to_tensor_model_parallel_region(hidden_SBR, group=self.tp_group)
@@ -302,7 +270,9 @@ class LoraRowParallelLinear(Adaptable, RowParallelLinear):
         if self.lora is None:
             return output_SBO, bias
         hidden_SBR = self._hidden(input_, cut=True)
-        if self.sequence_parallel:
+        if self.linear.experts:
+            pass  # the dispatcher sums outputs
+        elif self.sequence_parallel:
             hidden_SBR = reduce_scatter_to_sequence_parallel_region(hidden_SBR, group=self.tp_group)
         else:
             hidden_SBR = reduce_from_tensor_model_parallel_region(hidden_SBR, group=self.tp_group)
@@ -314,74 +284,3 @@ def linear_classes(adapted: bool) -> tuple[type, type]:
     if adapted:
         return LoraColumnParallelLinear, LoraRowParallelLinear
     return ColumnParallelLinear, RowParallelLinear
-
-
-def add_adapters(part: torch.nn.Module, name: str, config: TransformerConfig, seed: int) -> None:
-    """Give a part of a module its adapters in `config.adapters`. The part is a transformer layer or a projector, `name`
-    its name in the module."""
-    for path, linear in list(part.named_modules()):
-        adapted = config.adapters.get(f"{name}.{path}".removesuffix("."))
-        if adapted is not None:
-            assert isinstance(linear, Adaptable), f"{name}.{path} cannot have adapters"
-            linear.add_adapters(adapted, config.lora, seed)
-
-
-def adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, Adaptable]]:
-    """Yield (name, layer) of every linear layer with adapters."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, Adaptable) and layer.lora is not None:
-            yield name, layer
-
-
-@torch.no_grad()
-def load_adapters(chunks: list[torch.nn.Module], adapters: Mapping[str, torch.Tensor]) -> None:
-    """Set the values of the adapters on this rank.
-
-    Args:
-        chunks: this rank's chunks of one module.
-        adapters: whole tensors by their names in the module; those of other pipeline stages are ignored.
-
-    Raises:
-        UserError: an adapter of this rank is missing or has another shape. Any rank may raise it.
-    """
-    for chunk in chunks:
-        names = {id(parameter): name for name, parameter in global_names(chunk).items()}
-        for _, layer in adapted_layers(chunk):
-            for projection, _, parameter, dim in layer.named_adapters():
-                name = names[id(parameter)]
-                if name not in adapters:
-                    raise UserError(f"there is no {name} among the adapters to load: lora.targets name other layers")
-                part = layer.own_part(adapters[name], projection, dim)
-                if part.shape != parameter.shape:
-                    raise UserError(
-                        f"{name} has shape {tuple(adapters[name].shape)} among the adapters to load, and its part here "
-                        f"{tuple(part.shape)}, not {tuple(parameter.shape)}"
-                    )
-                copy_whole(parameter, part)
-
-
-def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
-    """Stop the gradients of everything but adapters, before data-parallel wrapping. Only parameters that match the
-    shell pattern `part` are frozen."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if fnmatchcase(name, part) and not is_adapter(name):
-                parameter.requires_grad_(False)
-
-
-def start_magnitudes(module: torch.nn.Module, names: Collection[str] | None = None) -> None:
-    """Set DoRA's magnitudes (`names` in the module's state dict; None: all) so that they change nothing. Call it
-    whenever weights were loaded without magnitudes. Collective over the tensor-parallel ranks."""
-    for path, layer in adapted_layers(module):
-        adapter_names = [name for _, name, _, _ in layer.named_adapters()]
-        layer.start_magnitudes(
-            [name for name in adapter_names if names is None or f"{path}.{name}".removeprefix(".") in names]
-        )
-
-
-def merge_lora(model: list[torch.nn.Module]) -> None:
-    """Merge every adapter of the model chunks into its weight (in bf16 and fp16 to the precision of a weight), and
-    reset the adapters so that they change nothing. Collective over tensor-parallel ranks."""
-    for chunk in model:
-        for _, layer in adapted_layers(chunk):
-            layer.merge()

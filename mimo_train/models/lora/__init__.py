@@ -1,0 +1,1 @@
+"""Low-rank adapters, and the quantized weights next to them."""
