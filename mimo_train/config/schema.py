@@ -95,8 +95,12 @@ class ConfigContainer(Section):
         return replace(self.optim, **{key: value for key, value in changed.items() if value is not None})
 
     def recompute_of(self, name: str) -> str:
-        """Return the recompute setting of module `name`: none, selective or full."""
+        """Return the recompute setting of module `name`: none, selective, full, or parts joined by +."""
         return self.modules[name].recompute or self.train.recompute
+
+    def offload_of(self, name: str) -> bool:
+        """True if activations of the layers of module `name` wait on the host."""
+        return (self.modules[name].offload_activations or self.train.offload_activations) == "layers"
 
     def fp8_of(self, name: str) -> str:
         """Return the fp8 recipe of module `name`: none, tensorwise, blockwise or mxfp8."""
@@ -124,6 +128,7 @@ class ConfigContainer(Section):
         yield from self._value_head_faults()
         yield from self.data.faults()
         yield from self.train.faults()
+        yield from self.train.fusions.faults(self.run.device, self.train.precision)
         yield from self.preference.faults(self.train.task, self.traits)
         yield from self.distill.faults(self.train.task)
         if self.train.task == DISTILL and self.train.logits != "learned":

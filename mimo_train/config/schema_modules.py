@@ -11,7 +11,7 @@ from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH
 from mimo_train.config.parts import ADAPTED, LANGUAGE, SAVED, why_no_parameter
 from mimo_train.config.schema_optim import ModuleOptimConfig, OptimConfig
-from mimo_train.config.schema_train import COMPILE, FP8, RECOMPUTE
+from mimo_train.config.schema_train import COMPILE, FP8, OFFLOAD, recompute_faults
 from mimo_train.config.transformers_llm import TransformersLlm
 
 BLOCK = 64
@@ -163,8 +163,10 @@ class ModuleConfig(Section):
     """`none`, `tensorwise`, `blockwise` or `mxfp8`; empty: as `train.fp8`."""
     compile: str = key("", choices=("", *COMPILE))
     """`none` or `layers`; empty: as `train.compile`."""
-    recompute: str = key("", choices=("", *RECOMPUTE))
-    """`none`, `selective` or `full`; empty: as `train.recompute`."""
+    recompute: str = ""
+    """As `train.recompute`, for this module; empty: the same."""
+    offload_activations: str = key("", choices=("", *OFFLOAD))
+    """`none` or `layers`; empty: as `train.offload_activations`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module, on `tp * cp * dp * pp` ranks. See docs/layouts.md."""
     balance: str = key("samples", choices=("samples", "images"))
@@ -175,6 +177,8 @@ class ModuleConfig(Section):
         """Yield faults of training settings of module `name`; `mimo_train.layout` checks sizes and layout."""
         prefix = f"modules.{name}"
         yield from value_faults(self, prefix)
+        if self.recompute != "":
+            yield from recompute_faults(self.recompute, f"{prefix}.recompute")
         yield from self._implementation_faults(name)
         if name == LANGUAGE and self.balance != "samples":
             yield Fault(f"{prefix}.balance", f"is {self.balance!r}, but only encoders have work to balance. Remove it")

@@ -6,11 +6,18 @@ from dataclasses import dataclass, field
 
 from mimo_train.config.errors import Fault
 from mimo_train.config.keys import Section, key, value_faults
+from mimo_train.config.schema_fusions import FusionsConfig
 from mimo_train.config.schema_selection import StopEarlyConfig
 from mimo_train.config.tasks import TASKS
 
 RECOMPUTE = ("none", "selective", "full")
-"""Values of `train.recompute`."""
+"""Values of `train.recompute`, besides parts of a layer."""
+
+RECOMPUTE_PARTS = ("attention", "mlp", "experts")
+"""Parts of a layer that `train.recompute` names."""
+
+OFFLOAD = ("none", "layers")
+"""Values of `train.offload_activations`."""
 
 FP8 = ("none", "tensorwise", "blockwise", "mxfp8")
 """Values of `train.fp8`."""
@@ -23,6 +30,19 @@ ENTRY = r"\w+(\.\w+)*:\w+"
 
 MOST_MINUTES = 100 * 365 * 24 * 60
 """A hundred years."""
+
+
+def recompute_parts(recompute: str) -> tuple[str, ...]:
+    """Return the parts of a layer that a value of `train.recompute` names; none for values of `RECOMPUTE`."""
+    return () if recompute in RECOMPUTE else tuple(recompute.split("+"))
+
+
+def recompute_faults(recompute: str, key_name: str) -> Iterator[Fault]:
+    """Yield the fault of an unknown value."""
+    parts = recompute_parts(recompute) if isinstance(recompute, str) else ("",)
+    if len(set(parts)) < len(parts) or not set(parts) <= set(RECOMPUTE_PARTS):
+        names = f"{', '.join(RECOMPUTE)}, or parts of {', '.join(RECOMPUTE_PARTS)} joined by +"
+        yield Fault(key_name, f"must be {names}, is {recompute!r}")
 
 
 @dataclass
@@ -51,8 +71,14 @@ class TrainConfig(Section):
     """Last layers of each fp8 module that stay in bf16."""
     compile: str = key("none", choices=COMPILE)
     """Compile torch's `layers`, or `none`. See docs/performance.md#compiled-layers."""
-    recompute: str = key("none", choices=RECOMPUTE)
-    """Recompute activations in backward: `none`, `selective` (core attention) or `full` (every layer)."""
+    fusions: FusionsConfig = field(default_factory=FusionsConfig)
+    """Fused kernels of layers. See docs/performance.md#fusions."""
+    recompute: str = "none"
+    """Recompute activations in backward: `none`, `selective` (core attention), `full` (every layer), or parts of each
+    layer: `attention`, `mlp`, `experts`, joined by `+`. See docs/performance.md#recompute."""
+    offload_activations: str = key("none", choices=OFFLOAD)
+    """Keep what `layers` need for backward in the host's memory, or `none`. See
+    docs/performance.md#activations-on-the-host."""
     logits: str = key("learned", choices=("learned", "all"))
     """Positions that get logits: `learned` (those with a loss) or `all`."""
     eval_interval: int = key(0, at_least=0)
@@ -99,6 +125,7 @@ class TrainConfig(Section):
     def faults(self) -> Iterator[Fault]:
         """Yield invalid values."""
         yield from value_faults(self, "train")
+        yield from recompute_faults(self.recompute, "train.recompute")
         if self.epochs > 0 and self.iters > 0:
             yield Fault(
                 "train.epochs",

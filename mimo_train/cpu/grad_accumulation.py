@@ -23,6 +23,8 @@ class InPlaceGradients(DistributedDataParallel):
         """True if autograd adds this parameter's gradient to the buffer."""
         return (
             not self.ddp_config.overlap_grad_reduce
+            # Matmuls add to the buffer, and return gradients of any values.
+            and not self.config.gradient_accumulation_fusion
             and parameter.device.type == "cpu"
             and parameter.dtype == _buffer_part(parameter).dtype
         )

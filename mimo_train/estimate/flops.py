@@ -25,6 +25,7 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE, PARTS, SAVED
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_train import recompute_parts
 from mimo_train.estimate.matmuls import Matmul, Media, encoder_matmuls, language_matmuls
 from mimo_train.estimate.parameters import output_rows
 from mimo_train.layout.adapters import adapted_linears, adapts_projector
@@ -65,7 +66,7 @@ def count(
     Args:
         frozen: shell patterns of parameter names that are not trained.
         upstream: True if something before the first matmul is trained.
-        recompute: none, selective (backward recomputes core attention) or full (whole layers).
+        recompute: as `train.recompute`: backward recomputes core attention (selective), whole layers or parts of them.
         adapted: names of matmuls with trained adapters, which are too small to count; gradients reach the first one.
     """
     model = again = 0.0
@@ -99,14 +100,20 @@ def passes_of(
     adapted: Collection[str] = (),
 ) -> Iterator[Passes]:
     """Yield the passes of each matmul. Arguments as in `count`."""
-    reached = upstream
+    reached, parts = upstream, recompute_parts(recompute)
     for matmul in matmuls:
         trained = not any(fnmatchcase(matmul.name, pattern) for pattern in frozen)
         input_gradient = reached or (trained and matmul.input_gradient)
         reached = reached or trained or matmul.name in adapted
-        again = reached and matmul.in_layer and recompute != "none"
-        full = again and recompute == "full"
-        yield Passes(matmul, 1 + trained + input_gradient, 3 if reached else 1, int(full), int(again))
+        again = reached and matmul.in_layer
+        block = again and (recompute == "full" or _part_of(matmul.name) in parts)
+        attention = block or (again and recompute == "selective")
+        yield Passes(matmul, 1 + trained + input_gradient, 3 if reached else 1, int(block), int(attention))
+
+
+def _part_of(matmul: str) -> str:
+    """Return the part of a layer that computes a matmul, of `RECOMPUTE_PARTS`."""
+    return "mlp" if ".mlp.linear_" in matmul else "experts" if ".mlp." in matmul else "attention"
 
 
 def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:

@@ -14,11 +14,13 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import BLOCK
 from mimo_train.config.schema_optim import OptimConfig
+from mimo_train.config.schema_train import recompute_parts
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows, vocabulary_parameters
 from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.layout.adapters import quantized_parameters
 from mimo_train.layout.batch import pack_length
+from mimo_train.layout.fusions import NO_COMPILER, fusions_of
 from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
 from mimo_train.layout.ranks import layers_of_stage, pipeline_stages, stage_layers, stages_to_end
 from mimo_train.layout.run import Run
@@ -28,6 +30,8 @@ from mimo_train.models.blocks.encoder_layer import encoder_layer
 from mimo_train.models.blocks.mlp.spec import Mlp
 
 GIB = 1024**3
+OFFLOADED_LAYERS = 2
+"""Layers on the device with `offload_activations`: the one that runs, and the one that is copied."""
 
 
 @dataclass(frozen=True)
@@ -166,21 +170,26 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
         tokens, size, tp=sizes.tp, sp=sizes.sp, cp=sizes.cp, etp=sizes.etp, frozen=frozen,
         plain=_is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout) and llm.residual_multiplier == 1
         and not any(getattr(llm, name) for name in NOT_PLAIN),
-        whole_rows=_copies_heads(cfg),
+        fused=_fuses(cfg, LANGUAGE), whole_rows=_copies_heads(cfg),
     )  # fmt: skip
     scores = max(layer.mixer.scores(length, samples, sizes.tp, sizes.cp) for layer in layers)
-    layer = -(-sum(each.kept(share) for each in layers) // len(layers)) + (scores if recompute != "selective" else 0)
+    parts = recompute_parts(recompute)
+    has_scores = recompute != "selective" and "attention" not in parts
+    layer = -(-sum(each.kept(share, parts) for each in layers) // len(layers)) + (scores if has_scores else 0)
     boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
     flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
     # Full recompute keeps the input of each layer; the layer that is recomputed is work.
     kept = len(layers) // sizes.vpp * flying * (boundary if recompute == "full" else layer)
+    if cfg.offload_of(LANGUAGE):
+        kept = 0
     kept += mask_bytes(cfg) * flying
     # Sent outputs stay until their gradients arrive; interleaved, those of all chunks but the last.
     kept += boundary * (flying if not last else flying * (sizes.vpp - 1) // sizes.vpp)
     adapted = replace(share, frozen=frozen or cfg.language.lora.rank > 0)
-    work = max(each.work(adapted) for each in layers)
-    work += scores if recompute == "selective" else 0
+    work = max(each.work(adapted, parts) for each in layers)
+    work += 0 if has_scores else scores
     work += layer if recompute == "full" else 0
+    work += OFFLOADED_LAYERS * layer if cfg.offload_of(LANGUAGE) else 0
     if last:
         vocab, chosen = output_rows(cfg, vocab), train.logits == "learned"
         numbers = tokens, llm.hidden_size, vocab, train.precision
@@ -195,8 +204,18 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
     """True if `mimo_train.models.dense_layer` computes dense layers (without norms or scales after their parts)."""
     module = cfg.modules[name]
-    is_used = cfg.run.cpu_kernels or cfg.compile_of(name) == "layers"
-    return is_used and tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
+    kind = "cpu" if cfg.run.device == "cpu" else "cuda"
+    # Fused kernels are Megatron-Core's layers'.
+    is_used = cfg.compile_of(name) == "layers" or (
+        cfg.run.cpu_kernels and bool(fusions_of(cfg, name, kind)["gradient_accumulation"]) and not _fuses(cfg, name)
+    )
+    return is_used and tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) in ("none", "full")
+
+
+def _fuses(cfg: ConfigContainer, name: str) -> bool:
+    """True if one kernel computes the activation function of a module's layers."""
+    reasons = fusions_of(cfg, name, "cpu" if cfg.run.device == "cpu" else "cuda")
+    return reasons["activation"] in ("", NO_COMPILER)  # whatever machine estimates
 
 
 def mask_bytes(cfg: ConfigContainer) -> int:
@@ -243,17 +262,21 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, t
     size, hidden, layer = BYTES[precision], encoder.hidden_size, encoder_layer(encoder)
     adapted, flying, recompute = module.lora.rank > 0, in_flight(run, name, stage), cfg.recompute_of(name)
     plain = not layer.scaled and _is_plain(cfg, name, sizes.tp, encoder.dropout)
-    share = Share(tokens, size, tp=sizes.tp, sp=sizes.sp, plain=plain)
-    layer_kept = layer.kept(share)
+    share = Share(tokens, size, tp=sizes.tp, sp=sizes.sp, plain=plain, fused=_fuses(cfg, name))
+    parts = recompute_parts(recompute)
+    layer_kept = layer.kept(share, parts)
     layers = layers_of_stage(encoder.built_layers, stage, sizes.pp)
     # The input of the patch embedding arrives in fp32, and is copied to cut and round it.
     inputs = tokens * sum(encoder.embedding_products().values()) // hidden if stage == 0 else 0
     if "encoder" in module.freeze and not adapted:
         return Memory(work=max(layer_kept if layers else 0, inputs * (2 * 4 + size)))
     boundary = tokens * hidden * size // (sizes.tp if sizes.sp else 1)
-    kept = (layers * (boundary if recompute == "full" else layer_kept) + inputs * size) * flying
+    offloads = cfg.offload_of(name)
+    of_layer = 0 if offloads else boundary if recompute == "full" else layer_kept
+    kept = (layers * of_layer + inputs * size) * flying
     kept += boundary * flying if stage < sizes.pp - 1 else 0  # outputs, until their gradients arrive
-    work = layer.work(replace(share, frozen=adapted)) + (layer_kept if recompute == "full" else 0)
+    work = layer.work(replace(share, frozen=adapted), parts) + (layer_kept if recompute == "full" else 0)
+    work += OFFLOADED_LAYERS * layer_kept if offloads else 0
     return Memory(activations=kept, work=max(work, inputs * 2 * 4))
 
 

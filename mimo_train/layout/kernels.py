@@ -7,6 +7,7 @@ from mimo_train.config.errors import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_train import recompute_parts
 from mimo_train.config.transformers_llm import TransformersLlm
 
 NOT_PLAIN = ("post_norms", "rope_interleaved", "activation_clamp", "glu_offset", "parallel_block")
@@ -162,6 +163,38 @@ def fp8_text(cfg: ConfigContainer) -> str:
     return f"layers in fp8: {modules}{but}; all else in {cfg.train.precision}"
 
 
+def recompute_part_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Yield parts of layers to recompute that a module does not have, for a config without faults of sizes."""
+    for name, module in cfg.modules.items():
+        key = f"modules.{name}.recompute" if module.recompute else "train.recompute"
+        recompute = cfg.recompute_of(name)
+        parts = recompute_parts(recompute)
+        if cfg.offload_of(name) and recompute not in ("none", "selective"):
+            of_module = f"modules.{name}." if module.offload_activations else "train."
+            text = f"layers requires recompute none or selective of {name} (is {recompute}). Set one of them to none"
+            yield Fault(f"{of_module}offload_activations", text)
+        foreign = isinstance(module.llm, TransformersLlm) or (
+            isinstance(module.encoder, PlainSpec) and bool(module.offload_activations)
+        )
+        if cfg.offload_of(name) and foreign:
+            text = f"layers requires Megatron-Core's layers, which {name} does not have. Set none"
+            yield Fault(f"modules.{name}.offload_activations", text)
+        if parts and cfg.fp8_of(name) != "none":
+            yield Fault(key, f"{'+'.join(parts)} is not supported with fp8 of {name}. Set none, selective or full")
+        if module.llm is None or isinstance(module.llm, TransformersLlm):
+            if "experts" in parts and module.recompute:
+                yield Fault(key, f"experts: {name} has no experts. Remove them")
+            continue
+        llm = module.llm
+        missing = {
+            "experts": "" if llm.num_experts else f"modules.{name}.llm.num_experts is 0",
+            "mlp": "all layers have experts" if llm.num_experts and not llm.dense_layers else "",
+        }
+        for part in parts:
+            if reason := missing.get(part):
+                yield Fault(key, f"{part}: {reason}. Remove {part}")
+
+
 def compiled_modules(cfg: ConfigContainer) -> list[str]:
     """Return the names of the modules with compiled layers."""
     return [name for name in cfg.modules if cfg.compile_of(name) == "layers"]
@@ -195,8 +228,8 @@ def _not_plain_because(cfg: ConfigContainer, name: str) -> str:
         return f"adapters ({key}.lora.rank is {module.lora.rank})"
     if cfg.fp8_of(name) != "none":
         return f"fp8 ({cfg.fp8_of(name)} for {key})"
-    if cfg.recompute_of(name) == "selective":
-        return f"selective recompute (of {key})"
+    if (recompute := cfg.recompute_of(name)) not in ("none", "full"):
+        return f"recompute={recompute} (of {key})"
     if name == LANGUAGE and cfg.optim.overlap_param_gather:
         return "optim.overlap_param_gather, which waits for weights inside layers"
     if isinstance(module.llm, TransformersLlm):

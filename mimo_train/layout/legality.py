@@ -290,10 +290,10 @@ def layer_faults(cfg: ConfigContainer) -> Iterator[Fault]:
                 f"{reason}, and adapters go next to Megatron-Core's linear layers, of which it has none: set it to 0 "
                 f"(is {module.lora.rank}), and freeze=[encoder] if the module should stay as it is",
             )
-        if cfg.recompute_of(name) == "selective":
+        if (recompute := cfg.recompute_of(name)) not in ("none", "full"):
             yield Fault(
                 f"{prefix}.recompute",
-                f"{reason}, and selective recomputes the attention of Megatron-Core's layers, of which it has none: "
+                f"{reason}, and {recompute} recomputes parts of Megatron-Core's layers, of which it has none: "
                 "set it to none, or to full for the whole module",
             )
 
@@ -307,8 +307,8 @@ def _as_is_option_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     except Unsupported:
         return  # `TransformersLlm.faults` reports it
     recompute = cfg.recompute_of(LANGUAGE)
-    if recompute == "selective":
-        yield Fault(f"{key}.recompute", f"selective {why}. Set none, or full")
+    if recompute not in ("none", "full"):
+        yield Fault(f"{key}.recompute", f"{recompute} {why}. Set none, or full")
     elif recompute == "full" and not parameters.can_recompute:
         yield Fault(f"{key}.recompute", "full is not supported by this class of transformers. Set none")
     names = [MODEL + name for name in parameters.shapes]

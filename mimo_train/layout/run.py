@@ -22,7 +22,7 @@ from mimo_train.config.transformers_llm import TransformersSizes
 from mimo_train.layout.adapters import adapter_faults
 from mimo_train.layout.batch import Batch, batch_faults, packing_faults
 from mimo_train.layout.decoding import require_decodable
-from mimo_train.layout.kernels import compile_faults, fp8_faults
+from mimo_train.layout.kernels import compile_faults, fp8_faults, recompute_part_faults
 from mimo_train.layout.legality import (
     bidirectional_faults,
     deepstack_faults,
@@ -142,6 +142,7 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     others = [
         *cfg.faults(),
         *([] if faults else [*packing_faults(cfg), *fp8_faults(cfg), *compile_faults(cfg), *_generation_faults(cfg)]),
+        *([] if faults else recompute_part_faults(cfg)),
         *layer_faults(cfg),
         *cfg.profiling.faults(cfg.run.device, cfg.train.iters or MOST, world_size),
     ]

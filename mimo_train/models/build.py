@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from encoders.registry import family_of
 from mimo_train.config.parts import LANGUAGE, PARTS, SAVED
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_train import recompute_parts
 from mimo_train.config.transformers_llm import TransformersLlm, TransformersSizes
 from mimo_train.cpu.grad_accumulation import InPlaceGradients
 from mimo_train.estimate.parameters import embedding_rows
@@ -145,7 +146,8 @@ def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, na
         for chunk in chunks:
             chunk.freeze_unused()
     let_biases_learn(chunks)
-    if cfg.recompute_of(name) == "full":
+    recompute = cfg.recompute_of(name)
+    if recompute == "full" or "experts" in recompute_parts(recompute):
         let_recomputed_layers_learn(chunks)
 
 

@@ -45,6 +45,7 @@ from mimo_train.models.lora.adapters import add_adapters, quantize_linears
 from mimo_train.models.lora.linear import linear_classes
 from mimo_train.models.norms import NormedAdd, ScaledAdd, norm_class
 from mimo_train.models.parameters import seed_for
+from mimo_train.models.recompute import recompute_blocks
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -61,6 +62,8 @@ class SeededTransformerLayer(TransformerLayer):
         add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
         quantize_linears(self, f"{config.layers_name}.{self.layer_number - 1}", config)
         prepare_layer(self)
+        recompute_blocks(self, config.recompute)
+        self._offload, self._is_first = config.offload, layer_number == 1
         self._is_parallel = getattr(config, "parallel_block", False)
         if self._is_parallel:
             self._normed: torch.Tensor | None = None
@@ -93,6 +96,12 @@ class SeededTransformerLayer(TransformerLayer):
             "rotary_pos_emb": rotary_pos_emb,
             "packed_seq_params": packed_seq_params,
         }
+        if self._offload is not None:
+            with self._offload.layer(self._is_first):
+                return self._run(hidden_states, inputs, options)
+        return self._run(hidden_states, inputs, options)
+
+    def _run(self, hidden_states: torch.Tensor, inputs: dict[str, Any], options: dict[str, Any]) -> tuple:
         if self._dense:
             options.pop("padding_mask", None)  # of routers
         if self._dense and self._dense.is_free and all(value is None for value in options.values()):

@@ -1,12 +1,9 @@
 """Builds Megatron-Core's `TransformerConfig` of each module from its spec and layout."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.base import GATED, LayeredSpec
@@ -17,24 +14,17 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.transformers_llm import TransformersSizes
 from mimo_train.layout.adapters import adapted_linears, layers_name, linears
+from mimo_train.layout.fusions import activation_reason, fusions_of, module_fuses
 from mimo_train.layout.ranks import ModuleLayout, RunLayout, layers_of_stage
 from mimo_train.models.documents import documents_of_media
+from mimo_train.models.fusions import activation_options, fusion_options
+from mimo_train.models.offload import Offload
 from mimo_train.models.parameters import draw_by, seed_for
+from mimo_train.models.recompute import recompute_options
+from mimo_train.parallel import device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """dtype of weights and activations by `train.precision`."""
-
-_ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "geglu": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": quick_gelu,
-    "quick_geglu": quick_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swiglu": F.silu,
-}
-
 
 _DELTA = (
     *("linear_num_key_heads", "linear_num_value_heads"),
@@ -61,7 +51,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         layernorm_epsilon=llm.layernorm_epsilon,
         layernorm_zero_centered_gamma=llm.zero_centered_norms,
         gated_linear_unit=llm.is_gated,
-        activation_func=_ACTIVATIONS[llm.activation],
+        **activation_options(llm.activation, _fuses_activation(cfg, LANGUAGE)),
         activation_func_clamp_value=llm.activation_clamp or None,
         glu_linear_offset=llm.glu_offset,
         add_bias_linear=llm.bias,
@@ -207,7 +197,7 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -
         normalization=encoder.normalization,
         layernorm_epsilon=encoder.layernorm_epsilon,
         gated_linear_unit=encoder.activation == GATED,
-        activation_func=_ACTIVATIONS[encoder.activation],
+        **activation_options(encoder.activation, _fuses_activation(cfg, layout.name, encoder.activation)),
         add_bias_linear=True,
         hidden_dropout=encoder.dropout,
         attention_dropout=encoder.dropout,
@@ -245,7 +235,9 @@ def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
         kv_channels=1,
         ffn_hidden_size=projector.ffn_hidden_size or llm.hidden_size,
         gated_linear_unit=projector.gated,
-        activation_func=_ACTIVATIONS[projector.activation],
+        **activation_options(
+            projector.activation, _fuses_activation(cfg, layout.name, projector.activation, projector.bias)
+        ),
         add_bias_linear=projector.bias,
         normalization=projector.norm or "LayerNorm",
         init_method_std=llm.init_std,
@@ -269,7 +261,9 @@ def resampler_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
         normalization=resampler.normalization,
         layernorm_epsilon=resampler.layernorm_epsilon,
         gated_linear_unit=resampler.activation == GATED,
-        activation_func=_ACTIVATIONS[resampler.activation],
+        **activation_options(
+            resampler.activation, _fuses_activation(cfg, layout.name, resampler.activation, bias=False)
+        ),
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -277,16 +271,19 @@ def resampler_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
     )
 
 
+def _fuses_activation(cfg: ConfigContainer, name: str, activation: str = "", bias: bool = True) -> bool:
+    """True if layers of a module fuse their activation; `activation`: of an encoder, a projector or a resampler."""
+    kind = device.current().type
+    if activation:
+        return module_fuses(cfg, name, "activation", kind) and not activation_reason(activation, bias=bias)
+    return not fusions_of(cfg, name, kind)["activation"]
+
+
 def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> TransformerConfig:
     dtype = DTYPES[cfg.train.precision]
-    recompute = {}
-    if cfg.recompute_of(layout.name) == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif cfg.recompute_of(layout.name) == "selective":
-        recompute = {"recompute_granularity": "selective"}
     config = TransformerConfig(
         **sizes,
-        **recompute,
+        **recompute_options(cfg.recompute_of(layout.name)),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
@@ -301,14 +298,12 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
         # Weights are drawn on the CPU, each rank's part (`initial_weights`): the same model at every layout.
         use_cpu_initialization=True,
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        **fusion_options(cfg, layout.name),
     )
     draw_by(config)
+    config.offload = Offload() if cfg.offload_of(layout.name) else None
     config.init_seed = seed_for(cfg.run.seed, layout.name)
     config.lora = cfg.modules[layout.name].lora
     module = cfg.modules[layout.name]
@@ -316,7 +311,7 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
     of_module = linears(layout.name, module, cfg.llm.hidden_size) if module.lora.quantization else []
     config.quantized = {linear.name: linear for linear in of_module if linear.layer is not None}
     config.layers_name = layers_name(layout.name)
-    config.cpu_kernels = cfg.run.cpu_kernels
+    config.cpu_kernels, config.recompute = cfg.run.cpu_kernels, cfg.recompute_of(layout.name)
     # Only these layers can be compiled.
     config.dense_layers = cfg.run.cpu_kernels or cfg.compile_of(layout.name) == "layers"
     return config

@@ -87,6 +87,8 @@ ALL_LOGITS = "train.logits=all"
 """Logits also where no loss is: what those of the learned positions alone have to give the numbers of."""
 PACKED = ("data.pack=true", "data.pack_length=300")
 """Rows of two or three samples: what rows of one sample have to give the numbers of."""
+FUSED = tuple(f"train.fusions.{name}=always" for name in ("activation", "bias_dropout", "gradient_accumulation"))
+"""Fused kernels: what single operations have to give the numbers of."""
 ONE = "one"
 """A module on one rank."""
 
@@ -103,7 +105,7 @@ VLM = (
     apart("dp2", "dp4", WHOLE_STATES),
     apart("tp2", "pp2"),
     apart("tp2", "pp2 dp2", WHOLE_STATES),
-    apart("tp2 dp2", "tp2 dp2"),
+    apart("tp2 dp2", "tp2 dp2", *FUSED, "train.recompute=attention+mlp"),
     apart(ONE, "tp2"),
     apart(ONE, "tp2 sp"),
     apart("dp2", "tp2 sp pp2", "train.recompute=full", ALL_LOGITS, *PACKED),
@@ -196,8 +198,8 @@ GPT = (
     alone(ONE, WHOLE_ROWS, ALL_LOGITS),
     alone(ONE, *PACKED),
     alone("tp2"),
-    alone("tp2 sp"),
-    alone("pp2"),
+    alone("tp2 sp", *FUSED),
+    alone("pp2", "train.recompute=mlp"),
     alone("pp4", "modules.language.recompute=selective"),
     alone("pp2 vpp2"),
     alone("dp2"),
@@ -215,7 +217,7 @@ GPT_UNEQUAL_STAGES = (alone("pp2"),)
 EXPERTS = (
     alone("dp2"),
     alone("dp2 ep2", WHOLE_STATES),
-    alone("dp2 ep2 pp2"),
+    alone("dp2 ep2 pp2", *FUSED, "train.recompute=attention+experts"),
     alone("tp2 sp"),
     alone("tp2 sp etp2"),
     alone("tp2 sp ep2"),

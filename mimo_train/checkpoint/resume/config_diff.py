@@ -42,14 +42,14 @@ FREE = {
         *("workers", "read_retries", "cache_dir", "cache_bytes", "max_bad_samples"),
     },
     "modules": {
-        *("layout", "recompute", "balance", "prefetch_microbatches", "feature_cache", "compile"),
+        *("layout", "recompute", "offload_activations", "balance", "prefetch_microbatches", "feature_cache", "compile"),
         "pretrained",  # weights of a new run; what it fills in is compared
     },
     "train": {
-        *("micro_batch_size", "recompute", "logits", "manual_gc_interval"),
+        *("micro_batch_size", "recompute", "offload_activations", "logits", "manual_gc_interval"),
         *("eval_interval", "eval_metrics", "eval_max_new_tokens", "report_samples", "log_interval"),  # reporting
         *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun", "stop_early"),  # stopping
-        "compile",
+        *("compile", "fusions"),
     },
     "optim": {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},
     "distill": {"layout", "first_rank"},

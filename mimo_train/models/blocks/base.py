@@ -157,6 +157,8 @@ class Share:
     """True if the linear layers are not trained, and need no inputs."""
     plain: bool = False
     """True for a layer of `mimo_train.models.dense_layer`."""
+    fused: bool = False
+    """True if one kernel computes bias and activation function, and keeps its input alone."""
     whole_rows: bool = False
     """True if one kernel takes the documents of packed rows, or attention has a mask."""
 
@@ -271,8 +273,8 @@ class Layer:
         for block in self.blocks:
             yield from block.matmuls(layer, tokens, pairs)
 
-    def kept(self, share: Share) -> int:
-        """Return the bytes that the layer keeps for backward.
+    def kept(self, share: Share, recomputed: tuple[str, ...] = ()) -> int:
+        """Return the bytes that the layer keeps for backward; `recomputed`: parts of `train.recompute`.
 
         In full on each tensor-parallel rank: the inputs of the two norms and of the linear layers behind them (4 h),
         the inputs of the learned scales of the two branches (2 h, if any), and their dropout masks (1 byte each per h).
@@ -280,22 +282,31 @@ class Layer:
         with the residual stream (2 h less), behind one norm for both with each other (the same). The rest is the
         blocks', divided by t. Sequence parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate
         and no rotation this is the paper's s b h (10 + 24 / t), without its 5 a s / (h t) of stored attention scores;
-        with sequence parallel 34 s b h / t.
+        with sequence parallel 34 s b h / t. Recomputed blocks keep only their inputs.
         """
         inputs = (2 if self.post_norms else 0) + (2 if self.scaled else 0)
         inputs += self.pre_norms if share.frozen else 2 * max(self.pre_norms, 1)
         replicated = inputs * self.hidden * share.size + (2 * self.hidden if self.dropout else 0)
-        split, others = (sum(counts) for counts in zip(*(block.kept(share) for block in self.blocks), strict=True))
+        blocks = [block.kept(share) for block in self._blocks(recomputed, False)]
+        split, others = (sum(counts) for counts in zip((0, 0), *blocks, strict=True))
         tokens, tp = share.tokens, share.tp
         kept = tokens * (replicated + split) // tp if share.sp else tokens * replicated + tokens * split // tp
         return kept + others
 
-    def work(self, share: Share) -> int:
+    def _blocks(self, recomputed: tuple[str, ...], chosen: bool) -> list[Block]:
+        """Return the blocks that are recomputed, or those that are not."""
+        parts = {"attention": self.mixer, self.feed_forward.kind: self.feed_forward}
+        return [block for part, block in parts.items() if (part in recomputed) is chosen]
+
+    def work(self, share: Share, recomputed: tuple[str, ...] = ()) -> int:
         """Return the work in bytes of the backward pass, at the feed-forward block: the gradients of output and
-        residual (2 h), what sequence parallel gathers of one input (h), and the block's own."""
+        residual (2 h), what sequence parallel gathers of one input (h), the block's own, and the largest part that is
+        recomputed."""
         ends = 2 * share.local_tokens * self.hidden * share.size
         gathered = share.tokens * self.hidden * share.size if share.sp else 0
-        return ends + gathered + self.feed_forward.work(share)
+        kept = [block.kept(share) for block in self._blocks(recomputed, True)]
+        again = max((share.tokens * split // share.tp + others for split, others in kept), default=0)
+        return ends + gathered + self.feed_forward.work(share) + again
 
 
 def tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:

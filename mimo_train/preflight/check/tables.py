@@ -17,6 +17,7 @@ from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, modu
 from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.launch.start import launch_of, processes_per_node
 from mimo_train.layout.batch import pack_length
+from mimo_train.layout.fusions import fusions_text
 from mimo_train.layout.kernels import fp8_text, torch_layers_because
 from mimo_train.layout.placement import Edge, moved_for_nodes, span_text, teacher_spans
 from mimo_train.layout.ranks import RunLayout, lay_out, pipeline_stages
@@ -41,6 +42,8 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
         is_torch = isinstance(module.llm, TransformersLlm) or isinstance(module.encoder, PlainSpec)
         if cfg.run.device != "cpu" and not is_torch and (reason := torch_layers_because(cfg, name)):
             notes.append(f"all layers of {name} are torch's, also where Transformer Engine is installed: {reason}")
+        kind = "cpu" if cfg.run.device == "cpu" else "cuda"
+        notes.append(f"fused kernels of {name} on {kind.upper()}: {fusions_text(cfg, name, kind)}")
         mark = "*" if patterns else ""
         rows.append((name, _module_text(module), *where, f"{count.total:,}", f"{count.trainable:,}{mark}"))
     if len(rows) > 1:

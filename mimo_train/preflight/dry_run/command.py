@@ -116,6 +116,7 @@ def rank_text(result: RankResult | RankFailure, estimate: int) -> str:
         return "\n".join([head, f"  FAILS: {shown_lines(result.what)}", *where, *trace])
     ratio = f"; {result.peak / estimate:.2f} of the estimate of {bytes_text(estimate)}" if estimate else ""
     categories = sorted(result.categories.items(), key=lambda item: -item[1])
+    kernels = result.kernels.items()
     groups = ", ".join(f"{description} {ranks}" for description, ranks in result.groups)
     lines = [
         head,
@@ -124,6 +125,7 @@ def rank_text(result: RankResult | RankFailure, estimate: int) -> str:
         *(f"    {bytes_text(size):>10}  {category}, made at {line}" for category, line, size in result.lines[:LINES]),
         f"  process groups: {len(result.groups)} ({groups})",
         f"  a step: {result.flops:.4g} floating point operations",
+        *(f"    {fused} kernels in a layer of {name}, {single} without fusions" for name, (fused, single) in kernels),
         *(f"    {number:,} x {name}, {bytes_text(nbytes)}" for name, (number, nbytes) in result.messages.items()),
         "  the host waits for the device in a step: " + (_waits_text(result.waits) or "never"),
     ]

@@ -19,6 +19,8 @@ from mimo_train.preflight.dry_run.observation import innermost_line, source_line
 
 aten = torch.ops.aten
 
+_NO_KERNEL = ("empty", "new_empty", "detach", "alias", "lift_fresh", "set_", "resize_", "_unsafe_view", "record_stream")
+"""Beginnings of names of operations, beside views, that start no kernel."""
 _MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention")
 _SIZE_WAITS = ("aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2")
 ITEM = "aten::_local_scalar_dense"
@@ -36,6 +38,7 @@ class Counts(TorchDispatchMode):
         waits: (reason, line) -> times that the host waited for the device.
         waits_inside: the waits inside microbatches.
         flops: FLOPs of matmuls and attention.
+        kernels: operations on tensors of the device that start a kernel; a fused function is one.
         memory: bytes of tensors on the device.
         depth: nested operations that are running.
     """
@@ -44,7 +47,7 @@ class Counts(TorchDispatchMode):
         """`on_device`: True for tensors on the device that is counted."""
         super().__init__()
         self.memory, self._on_device, self._is_inside = Memory(), on_device, False
-        self.depth = 0
+        self.depth, self._is_fused = 0, False
         self.reset()
 
     def reset(self) -> None:
@@ -52,7 +55,7 @@ class Counts(TorchDispatchMode):
         self.messages: dict[tuple[str, int], list[int]] = {}
         self.waits: Counter[tuple[str, str]] = Counter()
         self.waits_inside: Counter[tuple[str, str]] = Counter()
-        self.flops = 0
+        self.flops = self.kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.depth += 1
@@ -62,11 +65,13 @@ class Counts(TorchDispatchMode):
             self.depth -= 1
 
     def _counted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        name = func._schema.name
+        name, operands = func._schema.name, args
+        if func._overloadname.startswith("dtype"):  # a matmul of halves that adds to fp32
+            operands = args[1:3]
         if name.startswith("c10d::"):
             self._count_message(name, args)
         elif name in _MATMULS:
-            dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+            dtypes = {arg.dtype for arg in operands if isinstance(arg, torch.Tensor)}
             if len(dtypes) > 1:
                 raise MixedDtypes(
                     f"{name}: operands are {' and '.join(sorted(map(str, dtypes)))}, at {innermost_line()}"
@@ -75,11 +80,35 @@ class Counts(TorchDispatchMode):
         out = self.answer(func, name, args, kwargs)
         formula = _FORMULAS.get(func._overloadpacket)
         if formula is not None:
-            self.flops += formula(args, kwargs, out)
-        for tensor in _pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and self._on_device(tensor):
-                self.memory.note(tensor)
+            shapes = [(1, *each.shape) for each in operands] if operands is not args else []
+            self.flops += bmm_flop(*shapes) if shapes else formula(args, kwargs, out)
+        if not self._is_fused:
+            has_kernel = not func.is_view and not name.removeprefix("aten::").startswith(_NO_KERNEL)
+            self._note(out, has_kernel and not name.startswith("c10d::"))
         return out
+
+    def _note(self, out: Any, has_kernel: bool) -> None:
+        on_device = [
+            each for each in _pytree.tree_leaves(out) if isinstance(each, torch.Tensor) and self._on_device(each)
+        ]
+        self.kernels += has_kernel and bool(on_device)
+        for tensor in on_device:
+            self.memory.note(tensor)
+
+    def as_one_kernel(self, function: Callable) -> Callable:
+        """Wrap a function that a compiler or a library makes one kernel: without the tensors inside of it."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outer, self._is_fused = self._is_fused, True
+            try:
+                out = function(*args, **kwargs)
+            finally:
+                self._is_fused = outer
+            if not outer:
+                self._note(out, True)
+            return out
+
+        return call
 
     def answer(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation."""
@@ -99,7 +128,9 @@ class Counts(TorchDispatchMode):
             self.note_wait(what)
 
     def note_wait(self, what: str) -> None:
-        """Record a wait of the host."""
+        """Record a wait of the host; a fused kernel waits for nothing."""
+        if self._is_fused:
+            return
         where = innermost_line()
         self.waits[what, where] += 1
         if self._is_inside:

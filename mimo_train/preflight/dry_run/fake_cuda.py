@@ -248,6 +248,7 @@ def install(counts: Counts) -> CudaNames:
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
     torch.accelerator.current_stream = replacements["current_stream"]
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]
     import torch.cuda.random as generators
 
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "current_device", "_lazy_init"):

@@ -40,6 +40,8 @@ class FakeCounts(Counts):
         if tensors and _is_of_the_host(tensors, kwargs) and not name.startswith("c10d"):
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        if func._overloadname == "dtype_out":  # torch 2.11 describes a matmul of halves that adds to fp32 wrongly
+            return kwargs["out"]
         if name == ITEM:
             return _zero(args[0])
         if name in _WITHOUT_KERNEL:

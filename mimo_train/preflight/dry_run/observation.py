@@ -109,6 +109,8 @@ class RankResult:
     """(number, bytes) of the last step, by operation and group size."""
     flops: int
     """FLOPs of the last step."""
+    kernels: dict[str, tuple[int, int]]
+    """(kernels, kernels without fusions) of a layer of each kind, forward and backward, for one microbatch."""
     waits: dict[str, int]
     """Times that the host waited for the device in the last step, by reason and line."""
     waits_inside: dict[str, int]

@@ -24,7 +24,7 @@ from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig
 from mimo_train.layout.batch import Batch
 from mimo_train.layout.run import Run
-from mimo_train.preflight.dry_run import fake_cuda, fake_tensors, fake_world
+from mimo_train.preflight.dry_run import fake_cuda, fake_tensors, fake_world, fused
 from mimo_train.preflight.dry_run.counts import GRADIENTS, OPTIMIZER, WEIGHTS, Counts
 from mimo_train.preflight.dry_run.fake_tensors import FakeCounts
 from mimo_train.preflight.dry_run.observation import Kind, RankResult
@@ -84,6 +84,7 @@ def run_rank(run: Run, kind: Kind) -> RankResult:
             stack.enter_context(names)
         fake_tensors.install_attention(device)
         fake_world.balance_experts(counts)
+        fused.install(counts)
         fake_world.install_gradient_needs(run)
         skip_checkpoints()
         choose_layers(run.cfg)
@@ -195,17 +196,20 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
         counts.memory.end_setup()
         pipeline = session.parts.pipeline
         pipeline.run = counts.inside(pipeline.run)  # type: ignore[method-assign]
+        layers = fused.LayerKernels(session.model, counts)
         train(session, default_forward_step(run.cfg), Callbacks([Steps()]))
+        counts.memory.finish()
+        peak, at_peak = counts.memory.peak, counts.memory.at_peak
+        last["kernels"] = layers.count()
     finally:
         session.close()
-    counts.memory.finish()
     categories: dict[str, int] = {}
-    for (category, _), size in counts.memory.at_peak.items():
+    for (category, _), size in at_peak.items():
         categories[category] = categories.get(category, 0) + size
-    lines = [(category, line, size) for (category, line), size in counts.memory.at_peak.most_common()]
+    lines = [(category, line, size) for (category, line), size in at_peak.most_common()]
     return {
         **last,
-        "peak": counts.memory.peak,
+        "peak": peak,
         "categories": categories,
         "lines": lines,
         "evaluated": bool(evaluated),

@@ -9,6 +9,7 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.config.schema_train import recompute_parts
 from mimo_train.estimate import devices
 from mimo_train.estimate.activations import BYTES
 from mimo_train.estimate.devices import Links
@@ -72,7 +73,9 @@ class Costs:
             if key not in cached:
                 layers = layers_of_stage(llm.num_layers, stage, layout.pp)
                 seconds = self._seconds(work, recompute, samples / (layout.tp * cp), layers, kept)
-                again = forward * layers if recompute == "full" else 0.0
+                # One of the two exchanges of a layer is attention's.
+                parts = 2 if recompute == "full" else len(recompute_parts(recompute))
+                again = forward * layers * min(parts, 2) / 2
                 ahead, back = self._gathering(LANGUAGE, layout, *seconds)
                 messages = forward * layers + ahead, backward * layers * (seconds[1] > 0) + again + back
                 cached[key] = StageCost(

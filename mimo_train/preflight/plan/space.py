@@ -14,8 +14,9 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.config.transformers_llm import TransformersSizes
+from mimo_train.config.transformers_llm import TransformersLlm, TransformersSizes
 from mimo_train.layout.batch import Batch, sequence_faults
+from mimo_train.layout.kernels import compiled_modules, has_fp8
 from mimo_train.layout.legality import encoder_faults, fsdp_faults, language_faults, projector_faults
 from mimo_train.preflight.plan.candidate import Candidate, ranks_of
 
@@ -65,7 +66,9 @@ class Space:
 
     def recomputes(self) -> tuple[str, ...]:
         """Return the values of `train.recompute` to try."""
-        return ("none", "full") if self._cfg.train.recompute != "selective" else ("none", "selective", "full")
+        if any(map(self._cfg.offload_of, self._cfg.modules)):  # excludes the others
+            return tuple(dict.fromkeys(("none", self._cfg.train.recompute)))
+        return tuple(dict.fromkeys(("none", *_parts_to_recompute(self._cfg), self._cfg.train.recompute, "full")))
 
     def shared(self, name: str, candidate: Candidate) -> Iterator[LayoutConfig]:
         """Yield layouts of an encoder on the ranks of the language model's first stage."""
@@ -151,3 +154,11 @@ def _powers(most: int) -> list[int]:
 def _divisors(number: int) -> tuple[int, ...]:
     low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return tuple(sorted({*low, *(number // each for each in low)}))
+
+
+def _parts_to_recompute(cfg: ConfigContainer) -> list[str]:
+    """Return the parts of layers to try: the feed-forward block."""
+    plain = any(isinstance(module.encoder, PlainSpec) for module in cfg.encoders.values())
+    if plain or isinstance(cfg.language.llm, TransformersLlm) or has_fp8(cfg) or compiled_modules(cfg):
+        return []
+    return ["experts" if cfg.llm.num_experts else "mlp"]

@@ -224,7 +224,7 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
     (stage,) = memory.stage_memory(run, "language", vocab=10)
     parameters = 2 * SMALL_LAYER + 8 + 80
     tokens = 12
-    layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 4 * 16)
+    layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 3 * 16)  # with a fused activation
     end = tokens * (3 * 8 * 4 + 10 * 4) + tokens * 10 * 4
     work = max(end, 4 * (tokens * 2 * 8 + max(tokens * 32, 8 * 32 - tokens * 3 * 16)))
     assert stage.ranks == (0,)
@@ -246,13 +246,13 @@ def test_memory_of_an_encoder_grows_with_images_and_shrinks_when_frozen():
 
 def test_a_gated_layer_with_norms_or_scales_behind_its_parts_keeps_copies_of_its_halves():
     """Such a layer is not `mimo_train.models.dense_layer`'s, since its additions are not plain: 5 f, not 4 f."""
-    gated = ("layout=language_one", "modules.language.llm.activation=swiglu")
+    gated = ("layout=language_one", "modules.language.llm.activation=swiglu", "run.device=cpu")
     runs = [resolved(*gated, f"modules.language.llm.post_norms={on}", config="gpt_tiny") for on in ("false", "true")]
     (plain,), (normed,) = (memory.stage_memory(run, "language", 384) for run in runs)
     llm, tokens = runs[0].cfg.llm, runs[0].batch.microbatch_samples * runs[0].cfg.data.sequence_length
     each = tokens * (2 * llm.hidden_size + llm.ffn_hidden_size) * 4
     assert normed.memory.activations - plain.memory.activations == llm.num_layers * each
-    overrides = ("encoder@modules.images.encoder=dinov3_vitl16", "modules.images.encoder.image_size=64")
+    overrides = ("encoder@modules.images.encoder=dinov3_vitl16", "modules.images.encoder.image_size=64", gated[-1])
     kept = {}
     for activation in ("gelu", "swiglu"):
         run = resolved(*overrides, f"modules.images.encoder.activation={activation}")

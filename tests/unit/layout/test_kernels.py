@@ -136,7 +136,7 @@ NOT_COMPILED = {
     "tensor parallel": ((f"{LANGUAGE}layout.tp=2",), "train.compile: layers is not", "modules.language.layout.tp is 2"),
     "adapters": ((f"{LANGUAGE}lora.rank=4",), "train.compile: layers is not", "lora.rank is 4"),
     "fp8": (("train.precision=bf16", f"{IMAGES}fp8=tensorwise"), "train.compile: layers is not", "fp8 (tensorwise"),
-    "selective": ((f"{IMAGES}recompute=selective",), "train.compile: layers is not", "selective recompute"),
+    "selective": ((f"{IMAGES}recompute=selective",), "train.compile: layers is not", "recompute=selective"),
     "weights that are waited for": (("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true"),
                                     "train.compile: layers is not", "optim.overlap_param_gather"),
     "experts": (("llm@modules.language.llm=gpt_tiny_moe",), "train.compile: layers is not", "llm.num_experts="),

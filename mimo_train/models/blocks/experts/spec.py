@@ -192,17 +192,18 @@ class Experts(Block):
         """Return the bytes of expert rows, router and shared expert.
 
         With k experts per token of width f, E experts and balanced routing, a rank's experts see k rows for each token
-        of the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate, 8 f with a
-        clamped one): one f more than a dense layer, the product with the router's probability. If ranks share an
+        of the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate or with a fused
+        one, 8 f with a clamped one): one f more than a dense layer, the product with the router's probability, which a
+        fused kernel does not keep. If ranks share an
         expert, this rank's rows are also there before they are gathered. The router keeps 3 E numbers in fp32, the
         shared expert as much as a dense block.
         """
         size, gated, width = share.size, self.expert.gated, self.expert.width
         rows = share.local_tokens * self.per_token * share.etp
-        halves = (6 + 2 * self.expert.clamped) if gated else 3
+        halves = (3 if share.fused else 6) + 2 * self.expert.clamped if gated else 3
         routed = rows * (self.hidden + halves * width // share.etp) * size
         routed += rows // share.etp * self.hidden * size if share.etp > 1 else 0
-        shared = share.tokens * (5 if gated else 2) * self.shared.width * size // share.tp
+        shared = share.tokens * ((3 if share.fused else 5) if gated else 2) * self.shared.width * size // share.tp
         return 0, routed + shared + share.local_tokens * 3 * self.number * 4
 
     def work(self, share: Share) -> int:

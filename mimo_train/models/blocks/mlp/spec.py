@@ -82,9 +82,10 @@ class Mlp(Block):
         yield Linear(f"{layer}.mlp.linear_fc2", self.width, down, column=False, layer=number)
 
     def kept(self, share: Share) -> tuple[int, int]:
-        """Return the input and output of the activation function (2 f; 5 f if gated without a fused kernel; 4 f in a
-        plain layer, which splits a gated matmul without a copy; 2 f more for clamped halves)."""
-        numbers = ((4 if share.plain else 5) if self.gated else 2) * self.width - (self.width if share.frozen else 0)
+        """Return the input and output of the activation function (2 f; 5 f if gated without a fused kernel, 3 f with
+        it; 4 f in a plain layer, which splits a gated matmul without a copy; 2 f more for clamped halves)."""
+        gated = 3 if share.fused else 4 if share.plain else 5
+        numbers = (gated if self.gated else 2) * self.width - (self.width if share.frozen else 0)
         numbers += 2 * self.width if self.clamped else 0
         return numbers * share.size, 0
 
