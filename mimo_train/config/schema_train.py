@@ -81,6 +81,9 @@ class TrainConfig(Section):
     docs/performance.md#activations-on-the-host."""
     logits: str = key("learned", choices=("learned", "all"))
     """Positions that get logits: `learned` (those with a loss) or `all`."""
+    max_logits_mib: int = key(256, at_least=0, at_most=2**30)
+    """Most logits of a microbatch on a rank, in MiB of fp32. Larger ones are not stored: the loss is computed in blocks
+    of the vocabulary. See docs/performance.md#loss-without-logits."""
     eval_interval: int = key(0, at_least=0)
     """Steps between evaluations; 0: at the end only."""
     eval_samples: int = key(0, at_least=0)

@@ -159,12 +159,19 @@ def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
     return dict(sorted(total.items()))
 
 
+def microbatch_tokens(run: Run) -> int:
+    """Return the tokens of a full microbatch on one rank of the language model."""
+    cfg = run.cfg
+    row = pack_length(cfg) if cfg.data.pack else cfg.sample_length * cfg.train.micro_batch_size
+    return row // run.layout.language.cp
+
+
 def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     cfg, sizes, recompute = run.cfg, run.layout.language, run.cfg.recompute_of(LANGUAGE)
     llm, train, frozen = cfg.llm, cfg.train, "llm" in cfg.language.freeze
     size, length = BYTES[train.precision], cfg.data.sequence_length
-    row = pack_length(cfg) if cfg.data.pack else cfg.sample_length * train.micro_batch_size
-    samples, tokens = math.ceil(row / length), row // sizes.cp
+    tokens = microbatch_tokens(run)
+    samples = math.ceil(tokens * sizes.cp / length)
     layers = [llm.layer(number) for number in stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)]
     share = Share(
         tokens, size, tp=sizes.tp, sp=sizes.sp, cp=sizes.cp, etp=sizes.etp, frozen=frozen,
@@ -191,10 +198,11 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     work += layer if recompute == "full" else 0
     work += OFFLOADED_LAYERS * layer if cfg.offload_of(LANGUAGE) else 0
     if last:
-        vocab, chosen = output_rows(cfg, vocab), train.logits == "learned"
-        numbers = tokens, llm.hidden_size, vocab, train.precision
-        end = output_work(*numbers, tp=sizes.tp, sp=sizes.sp, chosen=chosen, frozen=frozen)
-        end += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # tanh
+        numbers = tokens, llm.hidden_size, output_rows(cfg, vocab), train.precision
+        end = output_work(
+            *numbers, tp=sizes.tp, sp=sizes.sp, chosen=train.logits == "learned", frozen=adapted.frozen,
+            capped=bool(llm.logit_softcap), most_logits=0 if cfg.traits.has_teacher else train.max_logits_mib * 2**20,
+        )  # fmt: skip
         work = max(work, end)
     # The input that was received ahead of its use, and the gradient that is sent back.
     kept += 2 * boundary if sizes.pp > 1 and last else 0

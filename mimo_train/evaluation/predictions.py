@@ -1,7 +1,6 @@
 """Predictions of the language model on held-out samples at any layout, and their files for people.
 
-Shape suffixes: B batch, S sequence, C positions of this context-parallel rank, V vocabulary part of this
-tensor-parallel rank.
+Shape suffixes: B batch, S sequence, C positions of this context-parallel rank.
 """
 
 import base64
@@ -17,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
@@ -29,7 +26,8 @@ from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.models.documents import documents_of
-from mimo_train.models.language_model import choose_logits, spread
+from mimo_train.models.language_model import choose_logits
+from mimo_train.models.output.layer import OutputLayer
 from mimo_train.models.parameters import modules_of
 from mimo_train.parallel.context import gather_sequence, own_part
 from mimo_train.training.step.forward_step import LEARNED, MODEL_INPUTS
@@ -39,11 +37,12 @@ _logger = logging.getLogger(__name__)
 
 
 class PredictStep:
-    """Forward step whose loss function returns `collect(microbatch, groups of the language model, output)`, by default
-    `_predictions`; run with forward_only and collect_non_loss_data."""
+    """Forward step whose loss function returns `collect(microbatch, groups of the language model, output)`: by default
+    `_predictions` of losses and most likely tokens, else of the model without labels. Run with forward_only and
+    collect_non_loss_data."""
 
     def __init__(self, pipeline: Pipeline, collect: Callable[..., Any] | None = None):
-        self._collect = collect or _predictions
+        self._collect, self._predicts = collect or _predictions, collect is None
         self._groups = pipeline.groups.collections
         self._is_last_stage, self._is_alone = pipeline.is_last_stage, not pipeline.layout.edges
 
@@ -52,55 +51,31 @@ class PredictStep:
     ) -> tuple[Any, Callable[..., dict[str, Any]] | None]:
         """Run one forward pass of this rank's modules over the next microbatch."""
         batch = next(data_iterator)
-        inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
-        if LEARNED in batch:
+        unused = () if self._predicts else ("labels", "loss_mask")
+        inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in unused}
+        if LEARNED in batch or self._predicts:
             alone = unwrap_model(model)
-            choose_logits(alone if self._is_alone else alone.language_model, batch[LEARNED])
+            language = alone if self._is_alone else alone.language_model
+            choose_logits(language, batch.get(LEARNED), predicts=self._predicts)
         if self._is_alone:
             cp_group = self._groups[LANGUAGE].cp
-            inputs.pop("documents", None)
+            inputs = {key: value for key, value in inputs.items() if key not in ("documents", "loss_mask")}
             packing = {"packed_seq_params": documents_of(batch, cp_group.size())}
             output = model(**own_part(inputs, cp_group), attention_mask=None, **packing)
         else:
-            inputs.setdefault("input_ids", None)
-            output, _ = model(**inputs, labels=None, loss_mask=None)
+            output, _ = model(**{"input_ids": None, "labels": None, "loss_mask": None} | inputs)
         return output, partial(self._collect, batch, self._groups[LANGUAGE]) if self._is_last_stage else None
 
 
 def _predictions(
-    batch: dict[str, Any], language: ProcessGroupCollection, logits_BCV: torch.Tensor, non_loss_data: bool = True
+    batch: dict[str, Any], language: ProcessGroupCollection, output_2BC: torch.Tensor, non_loss_data: bool = True
 ) -> dict:
-    """Return the microbatch with `losses` [B, S] in nats and `predicted` [B, S], the most likely next token. Every
-    context-parallel rank gets the full sequence. With logits [1, N, V] at the places `learned`, both are 0
-    elsewhere."""
-    labels_BC = own_part({"labels": batch["labels"]}, language.cp)["labels"]
-    shape, learned = labels_BC.shape, batch.get(LEARNED)
-    if learned is not None:
-        labels_BC = labels_BC.reshape(-1).index_select(0, learned).unsqueeze(0)
-    logits_CBV = logits_BCV.transpose(0, 1).contiguous()
-    predicted_CB = _parallel_argmax(logits_CBV, language.tp)
-    losses_CB = vocab_parallel_cross_entropy(
-        logits_CBV.float(), labels_BC.transpose(0, 1).contiguous(), tp_group=language.tp
+    """Return the microbatch with `losses` [B, S] in nats and `predicted` [B, S], the most likely next token, 0 where
+    there are no logits. Every context-parallel rank gets the full sequence."""
+    losses_BS, predicted_BS = (
+        gather_sequence(part_BC.T.contiguous(), language.cp).transpose(0, 1) for part_BC in output_2BC
     )
-    if learned is not None:
-        losses_CB, predicted_CB = (spread(part.squeeze(1), learned, shape).T for part in (losses_CB, predicted_CB))
-    losses_SB, predicted_SB = (gather_sequence(part.contiguous(), language.cp) for part in (losses_CB, predicted_CB))
-    return {**batch, "losses": losses_SB.transpose(0, 1), "predicted": predicted_SB.transpose(0, 1)}
-
-
-def _parallel_argmax(logits_SBV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the index of the largest logit over the full vocabulary, [S, B]; the lowest index among equals."""
-    values, indices = logits_SBV.max(dim=-1)
-    ranks = dist.get_world_size(tp_group)
-    if ranks == 1:
-        return indices
-    indices = indices + dist.get_rank(tp_group) * logits_SBV.size(-1)
-    all_values = [torch.empty_like(values) for _ in range(ranks)]
-    all_indices = [torch.empty_like(indices) for _ in range(ranks)]
-    dist.all_gather(all_values, values.contiguous(), group=tp_group)
-    dist.all_gather(all_indices, indices.contiguous(), group=tp_group)
-    best = torch.stack(all_values).argmax(dim=0, keepdim=True)
-    return torch.stack(all_indices).gather(0, best).squeeze(0)
+    return {**batch, "losses": losses_BS, "predicted": predicted_BS.long()}
 
 
 def no_text(cfg: ConfigContainer) -> str:
@@ -117,7 +92,7 @@ def predicts_text(cfg: ConfigContainer, pipeline: Pipeline) -> bool:
     if pipeline.is_last_stage:
         language = unwrap_model(modules_of(pipeline.model)[LANGUAGE][-1])
         head = getattr(language, "output_layer", None)  # a class of transformers has its own
-        text = isinstance(head, ColumnParallelLinear) and head.output_size == language.vocab_size
+        text = isinstance(head, OutputLayer)
         other_head = head is not None and not text
     ranks = torch.tensor(int(other_head), device=pipeline.device)
     dist.all_reduce(ranks)

@@ -4,7 +4,7 @@ Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabu
 (whole if gathered), L layers that get their own features (DeepStack).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +12,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,8 +22,10 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
 from mimo_train.models.attention_mask import mask_of_blocks
-from mimo_train.models.divergence import Lesson
 from mimo_train.models.documents import Documents
+from mimo_train.models.output.divergence import Lesson
+from mimo_train.models.output.layer import OutputLayer, OutputRequest, process_output
+from mimo_train.models.output.vocabulary import Logits, Vocabulary
 from mimo_train.models.rotary import AxisRotaryEmbedding, inverse_frequencies
 from mimo_train.parallel.context import own_part
 
@@ -40,10 +41,8 @@ class LanguageModel(Protocol):
     config: TransformerConfig
     pg_collection: ProcessGroupCollection
     max_sequence_length: int
-    learned_N: torch.Tensor | None
-    """Positions that get logits in the next pass only, see `choose_logits`."""
-    lesson: Lesson | None
-    """The teacher's part of the losses of the next pass, see `choose_logits`."""
+    request: OutputRequest | None
+    """What the output layer computes in the next pass only, see `choose_logits`."""
     padding_BS: torch.Tensor | None
     """True for padding in the next pass, which losses of routers do not count; see `leave_out`."""
     trained_logits: int
@@ -65,8 +64,7 @@ class SeededGPTModel(GPTModel):
         super().__init__(config, **kwargs)
         self.deepstack_LSBH: torch.Tensor | None = None
         """Features that the first layers add to their outputs; for the next pass only."""
-        self.learned_N: torch.Tensor | None = None
-        self.lesson: Lesson | None = None
+        self.request: OutputRequest | None = None
         self.padding_BS: torch.Tensor | None = None
         self.trained_logits = 0
         llm: LlmSpec = config.llm
@@ -80,14 +78,12 @@ class SeededGPTModel(GPTModel):
             self.embedding.position_embeddings.to(config.params_dtype)
         if self.pre_process and llm.scale_embeddings:
             self.embedding.word_embeddings.register_forward_hook(_scale_embeddings)
-        if self.post_process and llm.logit_softcap:
-            self.output_layer.register_forward_hook(_SoftCap(llm.logit_softcap))
         if self.pre_process and llm.embedding_multiplier != 1:
             multiplier = llm.embedding_multiplier
             self.embedding.word_embeddings.register_forward_hook(lambda _module, _inputs, output: output * multiplier)
-        if self.post_process and llm.logit_divisor != 1:
-            divisor = llm.logit_divisor
-            self.output_layer.register_forward_hook(lambda _module, _inputs, output: (output[0] / divisor, output[1]))
+        if self.post_process:
+            logits = Logits(llm.logit_softcap, llm.logit_divisor)
+            OutputLayer.adapt(self.output_layer, Vocabulary(self.pg_collection.tp, self._tokens, logits))
 
     def forward(
         self,
@@ -106,8 +102,7 @@ class SeededGPTModel(GPTModel):
                 without their documents.
         """
         added, self.deepstack_LSBH = self.deepstack_LSBH, None
-        learned, self.learned_N = self.learned_N, None
-        lesson, self.lesson = self.lesson, None
+        request, self.request = self.request, None
         padding, self.padding_BS = self.padding_BS, None
         if padding is not None and self.config.num_moe_experts:
             kwargs["padding_mask"] = self._own_tokens(padding)
@@ -115,8 +110,8 @@ class SeededGPTModel(GPTModel):
             self._require_own_part(input_ids, packed_seq_params)
         kwargs["packed_seq_params"] = packed_seq_params
         # Other heads have other outputs.
-        if learned is not None and self.post_process and isinstance(self.output_layer, ColumnParallelLinear):
-            kwargs["output_processor"] = partial(_of_some, learned, lesson, self.pg_collection.tp)
+        if request is not None and self.post_process and isinstance(self.output_layer, ColumnParallelLinear):
+            kwargs["output_processor"] = partial(process_output, request)
         if added is not None:
             # An argument of the layers: they run again in the backward pass, after other microbatches.
             kwargs["extra_block_kwargs"] = {"context": added}
@@ -201,11 +196,18 @@ class SeededGPTModel(GPTModel):
         output_processor: partial | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        if self.post_process and self.training and torch.is_grad_enabled() and self.pg_collection.tp.rank() == 0:
-            # All positions with another head than ours.
+        if self.post_process:
+            request = OutputRequest()
+            if isinstance(output_processor, partial) and output_processor.func is process_output:
+                (request,) = output_processor.args
             parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-            positions = hidden_states.size(0) * hidden_states.size(1) * parts
-            self.trained_logits += positions if output_processor is None else len(output_processor.args[0])
+            positions = request.count(hidden_states.size(0) * hidden_states.size(1) * parts)
+            if self.training and torch.is_grad_enabled() and self.pg_collection.tp.rank() == 0:
+                self.trained_logits += positions  # all of them with another head than ours
+            head = self.output_layer
+            if output_processor is None and labels is not None and isinstance(head, OutputLayer):
+                if request.needs_no_logits(positions, head.output_size_per_partition, self.config.max_logits):
+                    output_processor = partial(process_output, request)
         output = super()._postprocess(
             hidden_states, *arguments, labels=labels, output_processor=output_processor, **options
         )
@@ -249,92 +251,26 @@ def leave_out(model: MegatronModule, padding_BS: torch.Tensor) -> None:
         language.padding_BS = padding_BS
 
 
-def choose_logits(model: MegatronModule, learned_N: torch.Tensor, lesson: Lesson | None = None) -> None:
+def choose_logits(
+    model: MegatronModule, learned_N: torch.Tensor | None, lesson: Lesson | None = None, predicts: bool = False
+) -> None:
     """Choose the positions that get logits in a language model's next pass.
 
     Other losses are 0. Without labels the model returns [1, N, V] instead of [B, S, V].
 
     Args:
         model: its last stage; no effect unless it is a `LanguageModel`.
-        learned_N: at least one offset in [B * S] of this rank's part of the text, ascending, without duplicates.
+        learned_N: at least one offset in [B * S] of this rank's part of the text, ascending, without duplicates; None:
+            all positions.
         lesson: a teacher's part: with labels the model then returns both losses of a token, [2, B, S].
+        predicts: with labels the model returns losses and the most likely tokens, [2, B, S]. Only without gradients.
     """
     language = unwrap_model(model)
     if isinstance(language, LanguageModel):
-        language.learned_N, language.lesson = learned_N, lesson
-
-
-def _of_some(
-    learned_N: torch.Tensor,
-    lesson: Lesson | None,
-    tp_group: torch.distributed.ProcessGroup,
-    *,
-    hidden_states: torch.Tensor,
-    output_layer: ColumnParallelLinear,
-    output_weight: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    runtime_gather_output: bool | None,
-    compute_language_model_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    scale_logits: Callable[[torch.Tensor], torch.Tensor],
-    **_others: Any,
-) -> torch.Tensor:
-    """Megatron-Core's `output_processor`: return losses [B, S] of `labels` [B, S], or logits [1, N, V] without them.
-    With a lesson losses are [2, B, S]. `hidden_states` are [S, B, H]; under sequence parallelism each tensor-parallel
-    rank has a part."""
-    gathers = output_layer.sequence_parallel
-    if gathers:
-        # Not in the layer: the number of chosen positions in a rank's part differs between ranks.
-        hidden_states = gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=False, group=tp_group
-        )
-    length, batch = hidden_states.shape[:2]
-    rows_NH = hidden_states.flatten(0, 1).index_select(0, learned_N % length * batch + learned_N // length)
-
-    def logits_of(hidden_NH: torch.Tensor) -> torch.Tensor:
-        output_layer.sequence_parallel = False
-        try:
-            logits_N1V, _ = output_layer(
-                hidden_NH.unsqueeze(1), weight=output_weight, runtime_gather_output=runtime_gather_output
-            )
-        finally:
-            output_layer.sequence_parallel = gathers
-        return scale_logits(logits_N1V)
-
-    def losses_of(labels_N: torch.Tensor, logits_N1V: torch.Tensor) -> torch.Tensor:
-        return compute_language_model_loss(labels_N.unsqueeze(0), logits_N1V).squeeze(0)
-
-    if labels is None:
-        return logits_of(rows_NH).transpose(0, 1)
-    labels_N = labels.reshape(-1).index_select(0, learned_N)
-    if lesson is None:
-        logits_N1V = logits_of(rows_NH)
-        return spread(losses_of(labels_N, logits_N1V), learned_N, (batch, length))
-    losses_LN = lesson.losses(
-        rows_NH,
-        lambda hidden_NH: logits_of(hidden_NH).squeeze(1),
-        labels_N,
-        lambda labels_N, logits_NV: losses_of(labels_N, logits_NV.unsqueeze(1)),
-    )
-    return torch.stack([spread(losses_N, learned_N, (batch, length)) for losses_N in losses_LN])
-
-
-def spread(values_N: torch.Tensor, places_N: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return [B, S] with values at some offsets of [B * S], 0 elsewhere."""
-    return values_N.new_zeros(shape[0] * shape[1]).index_copy(0, places_N, values_N).view(shape)
+        language.request = OutputRequest(learned_N, lesson, predicts)
 
 
 def _scale_embeddings(_module: torch.nn.Module, _arguments: tuple, embeddings: torch.Tensor) -> torch.Tensor:
     """Multiply by sqrt(hidden size), rounded to the precision of the weights first, as families were trained."""
     # Filled on the device: copying a number would wait for all queued work.
     return embeddings * torch.full((), embeddings.size(-1) ** 0.5, dtype=embeddings.dtype, device=embeddings.device)
-
-
-class _SoftCap:
-    """A forward hook that turns logits into cap * tanh(logit / cap)."""
-
-    def __init__(self, cap: float):
-        self._cap = cap
-
-    def __call__(self, _module: torch.nn.Module, _arguments: tuple, output: tuple) -> tuple:
-        logits, bias = output
-        return self._cap * torch.tanh(logits / self._cap), bias

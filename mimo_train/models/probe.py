@@ -4,8 +4,9 @@ Shape suffixes: B batch, S sequence, H hidden, M rows of a batch, N positions wi
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,29 @@ class Probe:
                 waiting += [following for following, _ in node.next_functions]
         trained = ((name, value) for name, value in self._model.named_parameters() if value.requires_grad)
         return [name for name, value in trained if id(value) not in used and "expert" not in name]
+
+    @cached_property
+    def has_plain_head(self) -> bool:
+        """True if logits are what a linear layer without bias and adapters returns, unchanged (not capped or scaled),
+        so that its weight is all that losses need. Runs the model once."""
+        head: Any = output_of(self._model)
+        is_linear: bool = type(head) is torch.nn.Linear and head.bias is None
+        if not is_linear:
+            return False
+        was_training, collected = self._model.training, list[torch.Tensor]()
+        ids = torch.arange(2 * PROBED, device=head.weight.device) % self._vocab_size
+        self._model.eval()
+
+        def ones(hidden_MH: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
+            return hidden_MH.new_ones(1, 1, dtype=torch.float32)
+
+        logits = torch.empty(0)
+        with torch.no_grad(), replaced_head(self._model, ones, collected):
+            with suppress(IndexError, RuntimeError):  # the class changes the logits of some tokens
+                logits = self._model(input_ids=ids[None], use_cache=False).logits
+        self._model.train(was_training)
+        is_kept = len(collected) == 1 and logits.data_ptr() == collected[0].data_ptr()
+        return is_kept and logits.shape == (1, 1, 1) and bool(logits == 1)
 
     def require_independence(self, packed: bool, length: int) -> None:
         """Compare logits of texts that differ in tokens that must not matter: later ones, and with `packed` those of
@@ -121,6 +145,24 @@ class Probe:
         rounding = ROUNDING.get(self._dtype, 4e-3)
         differs_NV = (first_NV - second_NV).abs() > rounding * first_NV.abs().max()
         return int(differs_NV.any(1).sum()) > 1
+
+
+@contextmanager
+def replaced_head(
+    model: Any, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], collected: list[torch.Tensor]
+) -> Iterator[None]:
+    """Let the output layer of a model call `losses(hidden states [M, H], weight)`, and collect what that returns."""
+    head: Any = output_of(model)
+
+    def forward(states_BSH: torch.Tensor) -> torch.Tensor:
+        collected.append(losses(states_BSH.flatten(0, -2), head.weight))
+        return collected[-1][None]
+
+    head.forward = forward  # hooks of the layer are called as before
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 @contextmanager

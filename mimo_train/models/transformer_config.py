@@ -312,6 +312,7 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
     config.quantized = {linear.name: linear for linear in of_module if linear.layer is not None}
     config.layers_name = layers_name(layout.name)
     config.cpu_kernels, config.recompute = cfg.run.cpu_kernels, cfg.recompute_of(layout.name)
+    config.max_logits = cfg.train.max_logits_mib * 2**20
     # Only these layers can be compiled.
     config.dense_layers = cfg.run.cpu_kernels or cfg.compile_of(layout.name) == "layers"
     return config

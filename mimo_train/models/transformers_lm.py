@@ -6,8 +6,9 @@ Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabu
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -29,12 +30,12 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.transformers_llm import TransformersSizes, alone, class_of, transformers_config
 from mimo_train.cpu.kernels import cross_entropy, supports_cross_entropy
 from mimo_train.layout.adapters import AdaptedLinear
-from mimo_train.models.divergence import Lesson
-from mimo_train.models.language_model import spread
 from mimo_train.models.lora.adapters import start_magnitudes
 from mimo_train.models.lora.linear import Adaptable
+from mimo_train.models.output.layer import OutputRequest
+from mimo_train.models.output.vocabulary import Vocabulary
 from mimo_train.models.parameters import seed_for
-from mimo_train.models.probe import Probe, only_at
+from mimo_train.models.probe import Probe, only_at, replaced_head
 from mimo_train.models.sharding import copy_whole
 
 LISTED = 3
@@ -80,8 +81,7 @@ class TransformersLanguageModel(MegatronModule):
         self.pg_collection, self.max_sequence_length = pg_collection, max_sequence_length
         self.tp_group = pg_collection.tp
         self.model_type = ModelType.encoder_or_decoder
-        self.learned_N: torch.Tensor | None = None
-        self.lesson: Lesson | None = None
+        self.request: OutputRequest | None = None
         self.padding_BS: torch.Tensor | None = None
         self.embedded_SBH: torch.Tensor | None = None
         self.deepstack_LSBH: torch.Tensor | None = None
@@ -101,6 +101,7 @@ class TransformersLanguageModel(MegatronModule):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.embedding = _Embedding(self.model.get_input_embeddings())
         self._probe = Probe(self.model, config.llm.vocab_size, config.params_dtype, max_sequence_length)
+        self._vocabulary = Vocabulary(self.tp_group, config.llm.vocab_size)
         self._inputs = inspect.signature(self.model.forward).parameters
 
     def forward(
@@ -125,14 +126,13 @@ class TransformersLanguageModel(MegatronModule):
             inference_context: cache of the tokens before, which `position_ids` may include.
 
         Returns:
-            Losses [B, S] in nats; without `labels` logits [B, S, V], or [1, N, V] of chosen positions; with a cache
-            those of the last position, [B, V].
+            Losses [B, S] in nats, or [2, B, S] (see `choose_logits`); without `labels` logits [B, S, V], or [1, N, V]
+            of chosen positions; with a cache those of the last position, [B, V].
 
         Raises:
             UserError: the class is not causal, or mixes the documents of a packed row.
         """
-        learned, self.learned_N = self.learned_N, None
-        lesson, self.lesson = self.lesson, None
+        request, self.request = self.request or OutputRequest(), None
         padding, self.padding_BS = self.padding_BS, None
         embedded, self.embedded_SBH = self.embedded_SBH, None
         decoder_input = embedded if decoder_input is None else decoder_input
@@ -141,6 +141,7 @@ class TransformersLanguageModel(MegatronModule):
         if self.embedding.gather is not None:
             probed = self.max_sequence_length  # ranks that share the weights must run alike
         self._probe.require_independence(packed, probed)
+        has_plain_head = self._probe.has_plain_head  # likewise found by all ranks at once
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if decoder_input is not None:
             inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}
@@ -151,26 +152,35 @@ class TransformersLanguageModel(MegatronModule):
         if inference_context is not None:
             with self._added():
                 return self._next_logits(inputs, position_ids, inference_context)
-        with only_at(self.model, learned, batch * length), self._unbalanced(padding), self._added():
-            output = self.model(**inputs, **self._options(position_ids), use_cache=False)
-        logits_NV = output.logits.flatten(0, 1)
-        if learned is not None and len(logits_NV) != len(learned):
-            logits_NV = logits_NV.index_select(0, learned)  # a class that does not call its output layer
+        learned, shape = request.learned_N, (batch, length)
+        positions = request.count(batch * length)
         if self.training and torch.is_grad_enabled():
-            self.trained_logits += len(logits_NV)
-        if labels is None:
-            return logits_NV[None] if learned is not None else logits_NV.view(batch, length, -1)
-        labels_N = labels.reshape(-1) if learned is None else labels.reshape(-1).index_select(0, learned)
-        if lesson is not None:
-            assert learned is not None, "a lesson is of the learned tokens"
-            losses_LN = lesson.losses(logits_NV, torch.nn.Identity(), labels_N, self._cross_entropy)
-            return torch.stack([spread(losses_N, learned, (batch, length)) for losses_N in losses_LN])
-        losses_N = self._cross_entropy(labels_N, logits_NV)
+            self.trained_logits += positions
+        losses = None if labels is None else request.losses(labels)
+        head: AbstractContextManager[None] = nullcontext()
+        needs_no_logits = request.needs_no_logits(positions, self.config.llm.vocab_size, self.config.max_logits)
+        collected: list[torch.Tensor] = []
+        if losses is not None and needs_no_logits and has_plain_head:
+            head = replaced_head(self.model, partial(losses, vocabulary=self._vocabulary), collected)
+        with only_at(self.model, learned, batch * length), head, self._unbalanced(padding), self._added():
+            output = self.model(**inputs, **self._options(position_ids), use_cache=False)
+        if collected:
+            (losses_LN,) = collected
+        else:
+            logits_NV = output.logits.flatten(0, 1)
+            if learned is not None and len(logits_NV) != len(learned):
+                logits_NV = logits_NV.index_select(0, learned)  # a class that does not call its output layer
+            if losses is None or labels is None:
+                return logits_NV[None] if learned is not None else logits_NV.view(batch, length, -1)
+            if needs_no_logits:  # of this form of losses, which a head of another kind takes from its logits
+                losses_LN = losses(logits_NV, None, vocabulary=self._vocabulary)
+            else:
+                losses_LN = self._cross_entropy(request.labels(labels), logits_NV).unsqueeze(0)
         balance = getattr(output, "aux_loss", None)
-        if isinstance(balance, torch.Tensor):
+        if isinstance(balance, torch.Tensor) and len(losses_LN) == 1:
             # It counts for each token with a loss, and is no part of the reported one.
-            losses_N = losses_N + self._balance_weight() * (balance - balance.detach())
-        return losses_N.view(batch, length) if learned is None else spread(losses_N, learned, (batch, length))
+            losses_LN = losses_LN + self._balance_weight() * (balance - balance.detach())
+        return request.placed(losses_LN, shape)
 
     def _cross_entropy(self, labels_N: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
         if self.config.cpu_kernels and supports_cross_entropy(logits_NV, self.tp_group):

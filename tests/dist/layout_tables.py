@@ -85,6 +85,8 @@ WHOLE_ROWS = "data.pad=sequence"
 """Every row as long as any may be, samples in their order: what rows of similar lengths have to give the numbers of."""
 ALL_LOGITS = "train.logits=all"
 """Logits also where no loss is: what those of the learned positions alone have to give the numbers of."""
+NO_LOGITS = "train.max_logits_mib=0"
+"""Losses in blocks of the vocabulary: what stored logits have to give the numbers of."""
 PACKED = ("data.pack=true", "data.pack_length=300")
 """Rows of two or three samples: what rows of one sample have to give the numbers of."""
 FUSED = tuple(f"train.fusions.{name}=always" for name in ("activation", "bias_dropout", "gradient_accumulation"))
@@ -108,7 +110,7 @@ VLM = (
     apart("tp2 dp2", "tp2 dp2", *FUSED, "train.recompute=attention+mlp"),
     apart(ONE, "tp2"),
     apart(ONE, "tp2 sp"),
-    apart("dp2", "tp2 sp pp2", "train.recompute=full", ALL_LOGITS, *PACKED),
+    apart("dp2", "tp2 sp pp2", "train.recompute=full", ALL_LOGITS, NO_LOGITS, *PACKED),
     same("dp2", "tp2"),
     same("tp2", "dp2", *PACKED),
     same("tp2", "tp2 sp pp2"),
@@ -206,13 +208,15 @@ GPT = (
     alone("tp2 dp2", WHOLE_STATES, *PACKED),
     alone("tp2 pp2 vpp2", *PACKED),
     alone("pp2 dp2", "train.recompute=full", "optim.overlap_grad_reduce=true"),
+    alone("pp2 dp2", "optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true", NO_LOGITS),
     alone("cp2"),
     alone("cp4", WHOLE_STATES),
-    alone("cp2 tp2 sp", *PACKED),
+    alone("cp2 tp2 sp", NO_LOGITS, *PACKED),
     alone("cp2 dp2 pp2 vpp2"),
 )
 
-GPT_UNEQUAL_STAGES = (alone("pp2"),)
+GPT_UNEQUAL_STAGES = (alone("pp2", NO_LOGITS),)
+"""With a cap of logits, which must not meet losses."""
 
 EXPERTS = (
     alone("dp2"),
@@ -266,6 +270,7 @@ _SMALL_MIXTURE = (
     "modules.images.encoder.num_layers=1",
 )
 _UNTIED = ("modules.language.llm.tie_embeddings=false",)
+_CAPPED = ("modules.language.llm.logit_softcap=3",)
 _NO_ROUTER_LOSSES = ("modules.language.llm.router_balancing=none", "modules.language.llm.router_z_loss=0")
 
 
@@ -296,7 +301,7 @@ MODELS = {
     "vlm, bf16": _vlm(BF16, "train.precision=bf16", family="bf16", bounds=BOUNDS_BF16),
     "vlm, experts": _vlm(VLM_EXPERTS, *_MIXTURE),
     "gpt": _gpt(GPT, "modules.language.llm.num_layers=4"),
-    "gpt, three layers, untied": _gpt(GPT_UNEQUAL_STAGES, "modules.language.llm.num_layers=3", *_UNTIED),
+    "gpt, three layers, untied": _gpt(GPT_UNEQUAL_STAGES, "modules.language.llm.num_layers=3", *_CAPPED, *_UNTIED),
     "experts": _gpt(EXPERTS, *_MIXTURE, family=MIXTURES),
     "experts without losses of routers": _gpt(PACKED_EXPERTS, *_MIXTURE, *_NO_ROUTER_LOSSES, family=MIXTURES),
     "experts, four layers": _gpt(EXPERT_CHUNKS, *_MIXTURE, "modules.language.llm.num_layers=4", family=MIXTURES),

@@ -46,7 +46,7 @@ FREE = {
         "pretrained",  # weights of a new run; what it fills in is compared
     },
     "train": {
-        *("micro_batch_size", "recompute", "offload_activations", "logits", "manual_gc_interval"),
+        *("micro_batch_size", "recompute", "offload_activations", "logits", "max_logits_mib", "manual_gc_interval"),
         *("eval_interval", "eval_metrics", "eval_max_new_tokens", "report_samples", "log_interval"),  # reporting
         *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun", "stop_early"),  # stopping
         *("compile", "fusions"),

@@ -11,8 +11,9 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import TransformersLlm
+from mimo_train.estimate.activations import logits_bytes
 from mimo_train.estimate.flops import module_work
-from mimo_train.estimate.memory import GIB, Memory, mask_bytes, rank_memory, run_memory
+from mimo_train.estimate.memory import GIB, Memory, mask_bytes, microbatch_tokens, rank_memory, run_memory
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.launch.start import launch_of, processes_per_node
@@ -85,6 +86,8 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
             f"activations of {LANGUAGE}: with {mask / GIB:.2f} GiB a microbatch for its mask, because the tokens of "
             f"{whose} see each other"
         )
+    if vocab and not cfg.traits.value_head:
+        notes.append(_logits_text(run, vocab))
     for name in cfg.encoders:
         is_measured, medium = name in media_per_sample, cfg.modules[name].encoder.medium
         count = f"{media_per_sample[name]:.2f} {medium}s" if is_measured else f"1 {medium} (no sample was read)"
@@ -119,6 +122,20 @@ def _sharding_text(run: Run, name: str, vocab: int) -> str:
         f"{name}: sharded over {layout.dp} ranks (fsdp); {whole} gathered to compute, in {shards.gathered / GIB:.3f} "
         f"GiB of work; {when}"
     )
+
+
+def _logits_text(run: Run, vocab: int) -> str:
+    """Return how the loss is computed: with logits or without."""
+    most, train = logits_bytes(microbatch_tokens(run), vocab, run.layout.language.tp) / 2**20, run.cfg.train
+    text, limit = (
+        f"loss: logits of a microbatch take up to {most:,.0f} MiB",
+        f"train.max_logits_mib {train.max_logits_mib}",
+    )
+    if run.cfg.traits.has_teacher:
+        return f"{text}, and are never stored: train.task={train.task} compares blocks of the vocabulary"
+    if most <= train.max_logits_mib:
+        return f"{text} and are stored: {limit} allows it"
+    return f"{text}; above {limit} they are not stored, but computed in blocks of the vocabulary"
 
 
 def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:

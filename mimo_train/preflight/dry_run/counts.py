@@ -221,7 +221,16 @@ ACTIVATIONS, LOGITS, COMMUNICATION = "activations", "logits", "communication"
 _BLOCK = 512
 
 _BY_FILE = (
-    (LOGITS, ("tensor_parallel/cross_entropy.py", "step/losses.py", "gpt_model.py", "models/common/language_module")),
+    (
+        LOGITS,
+        (
+            "tensor_parallel/cross_entropy.py",
+            "step/losses.py",
+            "gpt_model.py",
+            "models/common/language_module",
+            "models/output/",
+        ),
+    ),
     (OPTIMIZER, ("mimo_train/optim/", "megatron/core/optimizer/")),
     (COMMUNICATION, ("parallel/bridge/", "p2p_communication.py", "tensor_parallel/mappings.py", "parallel/context.py")),
 )

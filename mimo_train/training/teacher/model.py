@@ -23,7 +23,8 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.estimate.parameters import embedding_rows
 from mimo_train.evaluation.predictions import PredictStep
 from mimo_train.layout.run import Run
-from mimo_train.models.divergence import TeacherHead
+from mimo_train.models.output.divergence import TeacherHead
+from mimo_train.models.output.vocabulary import Logits
 from mimo_train.models.parameters import modules_of
 from mimo_train.models.transformer_config import DTYPES
 from mimo_train.parallel.collectives import agreed
@@ -83,8 +84,8 @@ class Teacher:
             language.share_embeddings_and_output_weights = False
         if student.pipeline.is_last_stage:
             distill, tp_group = run.cfg.distill, student.pipeline.groups.collections[LANGUAGE].tp
-            options = (llm.logit_softcap, llm.logit_divisor, tp_group, distill.temperature, distill.top_k)
-            self.head = TeacherHead(weight_VH, columns, *options)
+            logits = Logits(llm.logit_softcap, llm.logit_divisor)
+            self.head = TeacherHead(weight_VH, logits, tp_group, distill.temperature, distill.top_k)
 
     @property
     def is_apart(self) -> bool:

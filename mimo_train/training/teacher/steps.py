@@ -14,7 +14,7 @@ from data.samples.protocol import Samples
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.inputs.datasets import HeldOutSet, build_dataset
 from mimo_train.inputs.padding import padding_of, padding_of_documents
-from mimo_train.models.divergence import Lesson
+from mimo_train.models.output.divergence import Lesson
 from mimo_train.parallel.context import chunks_of, local_offsets
 from mimo_train.parallel.device import to_device
 from mimo_train.training.step.batches import StepIterator, open_loader
