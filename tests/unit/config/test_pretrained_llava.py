@@ -203,9 +203,15 @@ def test_rows_that_adapters_would_leave_random_are_a_fault(directory):
     found = said(folder, more, lora)
     assert (
         "modules.language.llm.vocab_size: adds 10 rows to the 300 of" in found
-        and "set modules.language.lora.r" in found
+        and "Set modules.language.lora.modules_to_save=[embed_tokens, lm_head]" in found
     )
-    for overrides in ([lora], [more, "modules.language.lora={rank: 0}"], [more, "modules.images.lora={rank: 4}"]):
+    trained = "modules.language.lora={rank: 4, modules_to_save: [lm_head, embed_tokens]}"
+    for overrides in (
+        [lora],
+        [more, trained],
+        [more, "modules.language.lora={rank: 0}"],
+        [more, "modules.images.lora={rank: 4}"],
+    ):
         load("vlm_digits", [f"pretrained={folder}", *overrides])
 
 
