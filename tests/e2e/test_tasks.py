@@ -73,7 +73,9 @@ def test_the_local_task_has_the_exact_match_of_evaluate(trained):
 def test_a_damaged_image_is_a_bad_sample(trained):
     (shard, *_) = sorted(trained.rglob("held_out/*.tar"))
     with tarfile.open(shard) as tar:
-        members = [(member.name, tar.extractfile(member).read()) for member in tar][:40]
+        members = [(member.name, tar.extractfile(member).read()) for member in tar]
+    keys = list(dict.fromkeys(name.partition(".")[0] for name, _ in members))[:12]
+    members = [(name, raw) for name, raw in members if name.partition(".")[0] in keys]
     damaged = next(at for at, (name, _) in enumerate(members) if name.endswith(".png"))
     members[damaged] = members[damaged][0], members[damaged][1][:60]
     write_tar(trained / "damaged" / "s.tar", members)
