@@ -127,7 +127,7 @@ def compared(cfg, images: int) -> tuple[float, list[int], list[int], int, tuple[
     parts = build_parts(run, *start_processes(run.cfg))
     pipeline, tokenizer, limit = parts.pipeline, parts.tokenizer, cfg.data.sequence_length
     assert not any(parameter.requires_grad for parameter in pipeline.model[0].parameters()), "no memory for gradients"
-    prompts, decoder, predict = Prompts(run.cfg, tokenizer), Decoder(pipeline), PredictStep(pipeline)
+    prompts, decoder, predict = Prompts(run.cfg, tokenizer), Decoder(pipeline), PredictStep(pipeline, lambda *_: None)
     prompt = prompts.of_text("It was the")
     if images:
         media = media_of(prompts, images)
