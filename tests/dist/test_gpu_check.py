@@ -52,7 +52,8 @@ def test_a_rehearsal_on_the_cpu_runs_every_section_and_writes_a_record(tmp_path,
 
 
 def test_every_model_can_be_run_on_a_gpu():
-    """Their configs have no fault; a smaller candidate needs less memory; fp8 keeps copies, and compiling none."""
+    """Their configs have no fault; a smaller candidate needs less memory; fp8 keeps copies. Compiled layers are counted
+    without the fused gates of Megatron-Core."""
     for model in sizes.GPU.models:
         for shape in (sizes.GPU.filled, sizes.GPU.packed, sizes.GPU.padded):
             common = [*sizes.COMMON, *model.changes, *shape.changes]
@@ -63,7 +64,7 @@ def test_every_model_can_be_run_on_a_gpu():
             )
             assert estimates == sorted(set(estimates), reverse=True)
             assert estimates[-1] / 2**30 < sections.ROOM * 139, f"{model.name} fits a device of 139 GiB"
-            assert fp8 > estimates[0] == compiled
+            assert min(fp8, compiled) > estimates[0]
 
 
 def raise_error() -> None:

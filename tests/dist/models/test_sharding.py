@@ -54,7 +54,6 @@ def _train(cfgs: dict) -> dict[str, dict]:
             "microbatches": len(run.session.data.current.microbatches),
             "groups": len(chunk._groups) if sharded else 0,
             "folder": folder,
-            "result": run.result,
         }
     return done
 
