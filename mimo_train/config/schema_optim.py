@@ -131,7 +131,7 @@ class ModuleOptimConfig(Section):
     """Values of this module that differ from `optim`; not set: as there."""
 
     name: str | None = key(None, choices=OPTIMIZERS)
-    """As `optim.name`."""
+    """As `optim.name`: `adamw`, `muon`, `lion` or `adafactor`."""
     lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
     """As `optim.lr`."""
     min_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
@@ -139,13 +139,13 @@ class ModuleOptimConfig(Section):
     warmup_iters: int | None = key(None, at_least=0)
     """As `optim.warmup_iters`."""
     decay: str | None = key(None, choices=DECAYS)
-    """As `optim.decay`."""
+    """As `optim.decay`: `cosine`, `linear`, `constant`, `wsd` or `inverse_sqrt`."""
     wsd_decay_fraction: float | None = key(None, above=0, at_most=1)
     """As `optim.wsd_decay_fraction`."""
     weight_decay: float | None = key(None, at_least=0, at_most=MOST_DECAY)
     """As `optim.weight_decay`."""
     moments: str | None = key(None, choices=MOMENTS)
-    """As `optim.moments`."""
+    """As `optim.moments`: `fp32`, `bf16` or `8bit`."""
     clip_grad: float | None = key(None, at_least=0)
     """Largest gradient norm of this module, clipped apart from the others; 0: no clipping."""
     projector_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
