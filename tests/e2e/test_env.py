@@ -102,7 +102,7 @@ def test_changed_dependencies_are_installed_with_all_extras_that_are_there(check
 def test_the_tests_install_what_they_need_and_training_leaves_it(checkout):
     checkout.program("python3.12")
     checkout.run("scripts/test.sh --version")
-    assert checkout.calls(f"-e {checkout.root}[demo,dev,track,resiliency,remote,video,heic,eval]") == 1
+    assert checkout.calls(f"-e {checkout.root}[demo,dev,track,resiliency,remote,video,heic,eval,qlora]") == 1
     assert checkout.run(STRICT).stderr == ""
 
 
