@@ -1,4 +1,4 @@
-"""Keys of earlier versions: what replaces them in a config, and what they mean in a checkpoint's config."""
+"""Keys and values of earlier versions: what replaces them in a config, and what they mean in a checkpoint's config."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +37,9 @@ REMOVED: dict[str, tuple[Any, str]] = {
 }
 """Removed key -> (its default, the remedy in the error of a config that has it)."""
 
+RENAMED = {"balance": {"patches": "images"}}
+"""Key of a module -> its values of earlier versions, and their names now."""
+
 
 def remedy_of_removed(key: str) -> str | None:
     """Return the remedy for a removed key; None for all other names."""
@@ -45,9 +48,12 @@ def remedy_of_removed(key: str) -> str | None:
 
 
 def without_removed(plain: Mapping[str, Any], prefix: str = "", *, only_defaults: bool = False) -> dict[str, Any]:
-    """Return nested dicts of a config without removed keys; `only_defaults`: without those that had their default."""
+    """Return nested dicts of a config without removed keys, and with the new names of values; `only_defaults`: without
+    removed keys that had their default."""
     kept = {}
     for name, value in plain.items():
+        if prefix.startswith("modules.") and isinstance(value, str):
+            value = RENAMED.get(name, {}).get(value, value)
         entry = REMOVED.get(f"{prefix}{name}")
         if entry is None or (only_defaults and value != entry[0]):
             is_section = isinstance(value, dict)

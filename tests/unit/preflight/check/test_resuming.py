@@ -150,8 +150,10 @@ def test_keys_that_were_removed_are_named_where_they_changed_numbers(tmp_path):
     record["config"]["placement"]["bridge"] = "native"
     record["config"]["log"] |= {"prometheus": False, "prometheus_port": 0}
     record["config"]["optim"]["min_loss_scale"] = 1.0
+    record["config"]["modules"]["images"]["balance"] = "patches"
     write_record(path.parent, record)
-    assert recorded_config(path.parent, trust_code=False).data.bounds == load("vlm_digits").data.bounds
+    recorded = recorded_config(path.parent, trust_code=False)
+    assert recorded.data.bounds == load("vlm_digits").data.bounds and recorded.modules["images"].balance == "images"
     report = check(load("vlm_digits", override))
     (note,) = [note for note in report.notes if "will differ" in note]
     assert report.faults == [] and note.endswith(": data.bounds.sample_bytes was 9, and is no key of this version")
