@@ -251,20 +251,25 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
     encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]
     media = math.ceil(run.batch.microbatch_samples / sizes.dp * media_per_sample)
     flying = in_flight(run, name, stage)
+    # Features of fewer than two passes are kept ahead.
+    together = module.prefetch_microbatches
+    rows = media * max(0, 2 * together - 1) * encoder.most_features(projector.merge)
+    ahead = Memory(activations=rows * encoder.joined_width(projector.merge) * size)
     if isinstance(encoder, PlainSpec):
         module_kept = media * encoder.activations() * size
         kept = 0 if "encoder" in module.freeze else module_kept * (1 if cfg.recompute_of(name) == "full" else flying)
-        return Memory(activations=kept + _projector_activations(cfg, name, media, sizes.tp) * flying)
-    memory = Memory()
+        return ahead + Memory(activations=kept + _projector_activations(cfg, name, media, sizes.tp) * flying)
+    memory = ahead
     for part in encoder.parts.values():
-        memory += _layers_activations(run, name, stage, part, media * part.most_inner_tokens(projector.merge))
+        tokens = media * max(1, together) * part.most_inner_tokens(projector.merge)
+        memory += _layers_activations(run, name, stage, part, tokens)
     if stage < sizes.pp - 1:
         return memory
     return memory + Memory(activations=_projector_activations(cfg, name, media, sizes.tp) * flying)
 
 
 def _layers_activations(run: Run, name: str, stage: int, encoder: LayeredSpec, tokens: int) -> Memory:
-    """Return the bytes that the layers of an encoder keep and work with on one rank, for `tokens` per microbatch."""
+    """Return the bytes that the layers of an encoder keep and work with on one rank, for `tokens` per pass."""
     cfg, sizes = run.cfg, run.layout.modules[name]
     module, precision = cfg.modules[name], cfg.train.precision
     size, hidden, layer = BYTES[precision], encoder.hidden_size, encoder_layer(encoder)

@@ -244,6 +244,23 @@ def test_memory_of_an_encoder_grows_with_images_and_shrinks_when_frozen():
     assert frozen.memory.activations < one.memory.activations
 
 
+def test_an_encoder_that_computes_ahead_works_on_several_microbatches():
+    own = ("layout=images_dp2_language_dp1", "encoder@modules.images.encoder=vit_tiny_native")
+    plain, ahead = (
+        memory.stage_memory(
+            run := resolved(*own, "modules.images.freeze=[encoder]", f"modules.images.prefetch_microbatches={number}"),
+            "images",
+            384,
+        )[0].memory
+        for number in (0, 3)
+    )
+    images = run.cfg.modules["images"]
+    merge = images.projector.merge
+    width, rows = images.encoder.joined_width(merge), images.encoder.most_features(merge)
+    assert ahead.work == 3 * plain.work > 0
+    assert ahead.activations - plain.activations == 5 * run.batch.microbatch_samples // 2 * rows * width * 4
+
+
 def test_a_gated_layer_with_norms_or_scales_behind_its_parts_keeps_copies_of_its_halves():
     """Such a layer is not `mimo_train.models.dense_layer`'s, since its additions are not plain: 5 f, not 4 f."""
     gated = ("layout=language_one", "modules.language.llm.activation=swiglu", "run.device=cpu")
