@@ -6,7 +6,7 @@ module takes `1/dp` of them, so every module sees the same samples in the same o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -35,7 +35,7 @@ class ModuleLayout:
     balance: str = "samples"
     """The unit that is dealt to an encoder's replicas: samples or images."""
     pass_microbatches: int = 1
-    """Microbatches that an encoder computes in one pass."""
+    """Microbatches whose media items are dealt together, since an encoder computes them in one pass."""
 
     @property
     def size(self) -> int:
@@ -191,6 +191,9 @@ def lay_out(cfg: ConfigContainer) -> RunLayout:
         )
         for source, destination in connections(cfg)
     )
+    for edge in edges:
+        if edge.is_shared:  # computes ahead after a step only, and else one microbatch at a time
+            modules[edge.source] = replace(modules[edge.source], pass_microbatches=1)
     return RunLayout(modules, edges, placement.processes, cfg.placement.ranks_per_node)
 
 
