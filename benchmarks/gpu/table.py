@@ -59,7 +59,8 @@ def as_text(section: str, row: Row, first: bool) -> str:
         first: print the name of the section in front.
     """
     head = f"{section if first else '':<12} {row.what:<38} "
-    body = textwrap.wrap(MARKS[row.state] + row.result, WIDTH - len(head), subsequent_indent="  ") or [""]
+    width = max(WIDTH - len(head), WIDTH // 3)  # names of tests may be long
+    body = textwrap.wrap(MARKS[row.state] + row.result, width, subsequent_indent="  ") or [""]
     lines = [head + body[0], *(" " * len(head) + line for line in body[1:])]
     return "\n".join([*lines, *(f"{'':<15}| {line}" for line in row.details.splitlines())])
 
