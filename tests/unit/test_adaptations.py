@@ -203,6 +203,26 @@ REASONS = [
         "for key in param_group_identifier_keys:",
     ),
     (
+        "models/fusions.py",
+        "tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
+        "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32( total_input, grad_output, weight.main_grad )",
+    ),
+    (
+        "models/offload.py",
+        "transformer.transformer_config:TransformerConfig.__post_init__",
+        "if self.cpu_offloading and self.pipeline_model_parallel_size > 1: raise ValueError(",
+    ),
+    (
+        "models/recompute.py",
+        "transformer.transformer_layer:TransformerLayer",
+        "mlp_output_with_bias = tensor_parallel.checkpoint(",
+    ),
+    (
+        "models/sharding.py",
+        "distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.__init__",
+        'DeviceMesh.from_group(self.process_group, "cuda")',
+    ),
+    (
         "optim/muon.py",
         "optimizer.emerging_optimizers",
         "HAVE_EMERGING_OPTIMIZERS = False",
@@ -310,6 +330,13 @@ def test_torch_s_optimizer_and_masks_import_its_compiler():
     for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
         assert "@torch._disable_dynamo" in inspect.getsource(method), method
     assert "\ntorch._dynamo.allow_in_graph(" in inspect.getsource(bias)
+
+
+def test_torch_reduces_only_gradients_that_a_rank_has():
+    """Else `models/sharding.py` need not give zeros to the others."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    assert "elif fsdp_param.unsharded_param.grad is not None:" in inspect.getsource(FSDPParamGroup.post_backward)
 
 
 def test_the_stance_of_torch_s_compiler_imports_it():
