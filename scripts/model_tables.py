@@ -170,7 +170,9 @@ def _language_refused() -> Iterator[str]:
     values |= {"hidden_act": list(config_json.ACTIVATIONS), "rope_type": list(rope)}
     yield from ["| key of `config.json` | values that can be read |", "|---|---|"]
     for name, allowed in values.items():
-        yield f"| `{name}` | {', '.join('absent' if value == 'None' else f'`{value}`' for value in allowed)} |"
+        texts = ["absent" if value == "None" else f"`{value}`" for value in allowed]
+        texts += ["[NF4 of bitsandbytes](frozen.md#qlora)"] * (name == "quantization_config")
+        yield f"| `{name}` | {', '.join(texts)} |"
     yield ""
 
 
