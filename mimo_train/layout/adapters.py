@@ -144,9 +144,11 @@ def quantized_parameters(
     vpp: int = 1,
 ) -> tuple[int, int]:
     """Return the quantized parameters of a module on one rank of a pipeline stage, and those of its largest weight."""
+    if not module.lora.quantization:
+        return 0, 0
     local_layers = {*stage_layers(_layers(module), stage, stages, vpp)}
     total = largest = 0
-    for linear in linears(name, module, language_width) if module.lora.quantization else ():
+    for linear in linears(name, module, language_width):
         if linear.layer in local_layers:
             size = linear.rows() * linear.inputs // (etp if linear.experts else tp)
             total += size * (linear.experts // ep if linear.experts else 1)

@@ -22,6 +22,7 @@ REFUSED = {
         *("fields", "null_captions", "background", "video", "blind", "separate_documents"),  # their content
     },
     "modules": {"freeze_until"},
+    "optim": {"name"},
 }
 """Keys by section that `same_run` rejects if they change. Keys of `encoder`, `projector`, `llm` and `lora` are rejected
 too, except `MAY_CHANGE`."""
@@ -227,9 +228,6 @@ def model_changes(before: Mapping[str, Any], now: ConfigContainer, *, new_run: b
     for name, module in now.modules.items():
         yield from _spec_changes(modules[name], module, f"modules.{name}", free)
         yield from _adapter_changes(modules[name].get("lora") or {}, module, f"modules.{name}.lora", new_run)
-        old = (modules[name].get("optim") or {}).get("name") or before.get("optim", {}).get("name", "adamw")
-        if not new_run and old != now.optim_of(name).name:
-            yield f"optim.name of {name} was {old}, is {now.optim_of(name).name}, which has other states"
     length = before.get("data", {}).get("sequence_length", DataConfig().sequence_length)
     llm = now.language.llm
     if isinstance(llm, LlmSpec) and llm.position == "learned" and length != now.data.sequence_length:

@@ -92,6 +92,7 @@ def resume_faults(
                 )
             )
     faults += _other_samples(folder, before["data"], cfg, home)
+    faults += _other_optimizers(folder, before, cfg, home)
     return faults + list(_other_stages(folder, before["modules"], cfg, home))
 
 
@@ -131,6 +132,19 @@ def _record_checked(folder: Place) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, f"{RECORD} holds no config of modules ({error!r})") from error
+
+
+def _other_optimizers(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
+    """Yield faults of modules whose optimizer keeps other states."""
+    for name in cfg.modules:
+        own = before["modules"].get(name, {}).get("optim") or {}
+        old = own.get("name") or before.get("optim", {}).get("name", "adamw")
+        if old != cfg.optim_of(name).name:
+            yield Fault(
+                "optim.name",
+                f"is {cfg.optim_of(name).name} for {name}, and checkpoint {folder} was trained with {old}, which has "
+                f"other states: set {old}, or begin a new run in another {home} with checkpoint.weights={folder}",
+            )
 
 
 def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:

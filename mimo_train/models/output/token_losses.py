@@ -45,6 +45,7 @@ def token_losses(
             `gradient_accumulation_fusion` do.
     """
     learns = torch.is_grad_enabled() and hidden_NH.requires_grad
+    assert not (predicts and learns), "predictions have no gradient"
     if weight_VH is not None and learns and not weight_VH.requires_grad and lesson is None:
         # In fp16 gradients are representable only once they are scaled, in backward. Every rank must have a token.
         has_tokens = vocabulary.tokens > (vocabulary.tp_group.size() - 1) * len(weight_VH)

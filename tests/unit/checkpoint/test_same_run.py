@@ -54,8 +54,8 @@ SAID = {
         *("eval_samples", "callbacks", "forward_step", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     },
     "optim": {
-        *("name", "lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
-        *("loss_scale", "initial_loss_scale", "loss_scale_window"),
+        *("lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
+        *("momentum", "moments", "wsd_decay_fraction", "loss_scale", "initial_loss_scale", "loss_scale_window"),
     },
     "distill": {"teacher", "sequence_length", "weight", "temperature", "top_k"},
     "preference": {
