@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from functools import cache
 
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.keys import is_installed
@@ -31,6 +32,7 @@ def fusions_of(cfg: ConfigContainer, name: str, kind: str) -> dict[str, str]:
     return {fusion: _reason(cfg, name, fusion, kind) for fusion in FUSIONS}
 
 
+@cache  # a search of layouts asks thousands of times
 def _missing_here(fusion: str, setting: str, kind: str) -> str:
     """Return what the kernel of a fusion lacks on this machine; empty if nothing, or if its key requires the kernel."""
     if setting == "always" or kind == "cpu":
