@@ -69,7 +69,7 @@ def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: D
             planned = planned_tensors(table, source.tensors, dtype)
             values = zip(planned, tensors_of(table, source, dtype), strict=True)
             saved |= {f"{PREFIX}{tensor.name}": value for tensor, value in values}
-    is_tied = name == LANGUAGE and not cfg.traits.value_head and config.llm.tie_embeddings
+    is_tied = name == LANGUAGE and not cfg.traits.value_head and cfg.llm.tie_embeddings
     return Adapted(adapters, config.lora, layers, places, carried, name, saved, is_tied)
 
 
