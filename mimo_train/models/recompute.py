@@ -1,10 +1,12 @@
 """Recomputation of layers, or of parts of them, in backward (`train.recompute`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils.checkpoint import checkpoint
 
@@ -33,11 +35,30 @@ def recompute_blocks(layer: TransformerLayer, recompute: str) -> None:
     blocks = {"attention": layer.self_attention, "mlp": None if layer.is_moe_layer else layer.mlp}
     for part, block in blocks.items():
         if part in parts and block is not None:
-            has_dropout = part == "attention" and layer.config.attention_dropout > 0
+            of_adapters = layer.config.lora.rank > 0 and layer.config.lora.dropout > 0
+            has_dropout = of_adapters or (part == "attention" and layer.config.attention_dropout > 0)
             block.forward = partial(_recomputed, block.forward, has_dropout)
 
 
 def _recomputed(forward: Callable, has_dropout: bool, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=has_dropout, **kwargs)
+    random: dict[str, Any] = {"context_fn": _contexts} if has_dropout else {}
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=has_dropout, **random, **kwargs)
+
+
+def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the contexts of forward and of its repetition. torch repeats the states of its generators, and not those
+    of Megatron-Core's tracker, by which tensor-parallel ranks drop different numbers."""
+    return nullcontext(), _tracker_states(get_cuda_rng_tracker().get_states())
+
+
+@contextmanager
+def _tracker_states(states: dict[str, Any]) -> Iterator[None]:
+    tracker = get_cuda_rng_tracker()
+    before = tracker.get_states()
+    tracker.set_states(dict(states))
+    try:
+        yield
+    finally:
+        tracker.set_states(before)

@@ -15,6 +15,11 @@ EXPERTS = tuple(
 BIASES = (f"{LLM}bias=true", f"{LLM}normalization=LayerNorm")
 CASES = {
     "biases": ("gpt_tiny", 1, BIASES, ("train.recompute=attention+mlp",)),
+    "dropout of adapters": (
+        *("gpt_tiny", 2),
+        ("layout=language_tp2", "modules.language.lora.rank=2", "modules.language.lora.dropout=0.3"),
+        ("train.recompute=attention+mlp",),
+    ),
     "experts, frozen embedding": (
         *("gpt_tiny", 1),
         (*EXPERTS, "modules.language.freeze=[embedding.*]", f"{LLM}tie_embeddings=false"),
