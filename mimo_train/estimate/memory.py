@@ -140,14 +140,19 @@ def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sampl
     copies = {"tp": module.tp, "stages": module.pp, "vpp": module.vpp, "ep": module.ep, "etp": module.etp}
     memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, **copies))
     quantized, largest = quantized_parameters(name, cfg.modules[name], cfg.llm.hidden_size, **sizes)
-    # Two numbers in a byte and a scale in fp32 for each block instead; a weight is dequantized while it is used.
-    memory += Memory(weights=quantized // 2 + quantized // BLOCK * 4 - quantized * BYTES[cfg.train.precision])
+    # A weight is dequantized while it is used.
+    memory += Memory(weights=quantized_bytes(quantized) - quantized * BYTES[cfg.train.precision])
     dequantized = largest * BYTES[cfg.train.precision]
     if name == LANGUAGE:
         memory += _language_activations(run, stage, vocab)
     else:
         memory += _encoder_activations(run, name, stage, media_per_sample)
     return replace(memory, work=memory.work + gathered + dequantized)
+
+
+def quantized_bytes(weights: int) -> int:
+    """Return the bytes of weights in NF4: two in a byte, and a scale in fp32 for each block."""
+    return weights // 2 + weights // BLOCK * 4
 
 
 def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
@@ -198,9 +203,12 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     work += layer if recompute == "full" else 0
     work += OFFLOADED_LAYERS * layer if cfg.offload_of(LANGUAGE) else 0
     if last:
+        saved = "lm_head" in cfg.language.lora.modules_to_save
+        saved = saved or (llm.tie_embeddings and "embed_tokens" in cfg.language.lora.modules_to_save)
         numbers = tokens, llm.hidden_size, output_rows(cfg, vocab), train.precision
         end = output_work(
-            *numbers, tp=sizes.tp, sp=sizes.sp, chosen=train.logits == "learned", frozen=adapted.frozen,
+            *numbers, tp=sizes.tp, sp=sizes.sp, chosen=train.logits == "learned",
+            frozen=adapted.frozen and not saved,
             capped=bool(llm.logit_softcap), most_logits=0 if cfg.traits.has_teacher else train.max_logits_mib * 2**20,
         )  # fmt: skip
         work = max(work, end)

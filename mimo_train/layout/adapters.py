@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from encoders.key_rules import nearest
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.errors import Fault
-from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
+from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, SAVED, parts_of
 from mimo_train.config.schema_modules import BLOCK, LoraConfig, ModuleConfig
 from mimo_train.config.transformers_llm import MODEL, TransformersLlm, parameters_of
 from mimo_train.layout.ranks import stage_layers
@@ -164,6 +164,8 @@ def _quantization_faults(name: str, module: ModuleConfig, candidates: list[Linea
         return
     if find_spec("bitsandbytes") is None:
         yield Fault(key, "requires bitsandbytes. Install the extra qlora: pip install 'mimo-train[qlora]'")
+    if all(linear.layer is None for linear in candidates):
+        yield Fault(key, f"requires Megatron-Core's layers, which {name} does not have. Remove it")
     for linear in candidates:
         ranks = 1 if linear.column else layout.etp if linear.experts else layout.tp
         if linear.layer is not None and linear.inputs % (BLOCK * ranks):
@@ -241,6 +243,12 @@ def _frozen_adapters(name: str, module: ModuleConfig, adapters: dict[str, Adapte
                 f"{entry!r} freezes the adapters of {prefix}.lora.rank {module.lora.rank} too: remove it, the other "
                 "weights are frozen as it is",
             )
+            return
+    for saved in module.lora.modules_to_save:
+        entry = next((each for each in module.freeze if fnmatchcase(SAVED.get(saved, ""), PARTS.get(each, each))), "")
+        if entry:
+            text = f"{entry!r} freezes {saved} of {prefix}.lora.modules_to_save too. Remove it from one of them"
+            yield Fault(f"{prefix}.freeze", text)
             return
 
 

@@ -32,7 +32,8 @@ def quantize_linears(part: torch.nn.Module, name: str, config: TransformerConfig
         linear = config.quantized.get(f"{name}.{EXPERT.sub('', path)}")
         if linear is not None:
             assert isinstance(layer, Adaptable), f"{name}.{path} cannot be quantized"
-            layer.quantize(linear)
+            # Experts and some attentions draw their weights apart from their linear layers, whose config says no.
+            layer.quantize(linear, has_values=config.perform_initialization)
 
 
 def quantized_layers(module: torch.nn.Module) -> Iterator[tuple[str, Adaptable]]:

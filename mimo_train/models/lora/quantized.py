@@ -95,10 +95,10 @@ class Quantizable:
         return hasattr(self, "weight_scales")
 
     @torch.no_grad()
-    def quantize(self, linear: Linear) -> None:
-        """Keep the weight in 4 bits. Its values are lost if none were drawn."""
+    def quantize(self, linear: Linear, has_values: bool) -> None:
+        """Keep the weight in 4 bits. Without `has_values` none were drawn, and a checkpoint follows."""
         self.linear, weight = linear, self.weight
-        if self.config.perform_initialization:
+        if has_values:
             packed, scales = quantize(weight)
         else:
             rows, inputs = weight.shape
@@ -121,10 +121,10 @@ class Quantizable:
         if not self.is_quantized:
             return product(input, weight, *args, **options)
         full = self.full_weight()
-        place, shape = full.data_ptr(), full.shape
+        storage, shape = full.untyped_storage()._cdata, full.shape  # tensors of a dry run have no address
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
-            return None if tensor.data_ptr() == place and tensor.shape == shape else tensor
+            return None if tensor.untyped_storage()._cdata == storage and tensor.shape == shape else tensor
 
         def unpack(saved: torch.Tensor | None) -> torch.Tensor:
             return self.full_weight() if saved is None else saved

@@ -13,10 +13,19 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.estimate.activations import logits_bytes
 from mimo_train.estimate.flops import module_work
-from mimo_train.estimate.memory import GIB, Memory, mask_bytes, microbatch_tokens, rank_memory, run_memory
+from mimo_train.estimate.memory import (
+    GIB,
+    Memory,
+    mask_bytes,
+    microbatch_tokens,
+    quantized_bytes,
+    rank_memory,
+    run_memory,
+)
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.launch.start import launch_of, processes_per_node
+from mimo_train.layout.adapters import quantized_parameters
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.fusions import fusions_text
 from mimo_train.layout.kernels import fp8_text, torch_layers_because
@@ -78,6 +87,13 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
     states = [f"{optim.name} with moments in {optim.moments} of {name}" for name, optim in optims.items()]
     if any((optim.name, optim.moments) != ("adamw", "fp32") for optim in optims.values()):
         notes.append(f"optimizer: {', '.join(states)}")
+    for name, module in cfg.modules.items():
+        weights = quantized_parameters(name, module, cfg.llm.hidden_size)[0] if module.lora.quantization else 0
+        if weights:
+            size = f"{weights:,} weights in 4 bits, {quantized_bytes(weights) / GIB:.3f} GiB in all layers"
+            notes.append(f"{name}: {size} (lora.quantization={module.lora.quantization})")
+    if offloaded := [name for name in cfg.modules if cfg.offload_of(name)]:
+        notes.append(f"activations of {', '.join(offloaded)}: on the host between forward and backward, not counted")
     if in_fp8 := fp8_text(cfg):
         notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
     if mask := mask_bytes(cfg):

@@ -67,7 +67,8 @@ DELTA = (
 QUANTIZED = ("modules.language.lora.quantization=nf4", "modules.language.lora.dora=true")
 QUANTIZED += ("modules.language.lora.targets=[linear_qkv, linear_fc2]", "modules.language.llm.num_layers=4")
 QUANTIZED += tuple(f"modules.language.llm.{name}=128" for name in ("hidden_size", "ffn_hidden_size"))
-QUANTIZED += ("modules.language.llm.num_attention_heads=4",)
+QUANTIZED += ("modules.language.llm.num_attention_heads=4", "modules.language.llm.dense_layers=[0, 2]")
+QUANTIZED += ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=128")
 SAVED = ("modules.language.lora.modules_to_save=[embed_tokens]", "modules.language.llm.num_layers=4")
 PATCHES = "modules.images.encoder.patch_size=12"  # 16 in an image, which sequence parallelism can divide
 MODELS = {

@@ -98,6 +98,11 @@ def numbers(*targets: str, dora: bool = False, **place) -> int:
             "modules.images.freeze",
             "'encoder' freezes the adapters",
         ),
+        (
+            {f"{LORA}.modules_to_save": ["embed_tokens"], "modules.language.freeze": ["embedding.*"]},
+            "modules.language.freeze",
+            "'embedding.*' freezes embed_tokens",
+        ),
         ({"modules.language.freeze": ["llm"]}, "modules.language.freeze", "adapters of modules.language.lora.rank 4"),
         (
             {"modules.language.llm.num_query_groups": 1, "modules.language.layout.tp": 2},
