@@ -1,6 +1,7 @@
 """Fused kernels of layers: Megatron-Core's options for them (`train.fusions`), and its gradient accumulation by torch's
 matmul."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers as core_layers
 
 from mimo_train.config.errors import UserError
@@ -51,6 +53,8 @@ def fusion_options(cfg: ConfigContainer, name: str) -> dict[str, Any]:
         required = not reasons[fusion] and getattr(cfg.train.fusions, fusion) == "always"
         if required and not is_installed("transformer_engine"):
             raise UserError(f"train.fusions.{fusion}: always requires Transformer Engine. Install it, or use auto")
+    if not reasons["rotary"]:
+        install_rotary()
     if not reasons["gradient_accumulation"]:
         install_gradient_accumulation()
     return {
@@ -61,6 +65,22 @@ def fusion_options(cfg: ConfigContainer, name: str) -> dict[str, Any]:
         "moe_permute_fusion": not reasons["moe_permute"],
         "moe_router_fusion": not reasons["moe_router"],
     }
+
+
+def install_rotary() -> None:
+    """Let Transformer Engine's kernel rotate only rows with the same positions: it reads one table of angles for all
+    rows of a batch. Generation has prompts of several lengths, and Megatron-Core 0.19.2 has other operations for rows
+    with three axes only (rope_utils.py:296)."""
+    kernel = rope_utils.fused_apply_rotary_pos_emb
+    if kernel is None or isinstance(kernel, partial):
+        return
+    rope_utils.fused_apply_rotary_pos_emb = partial(_rotate, kernel)
+
+
+def _rotate(kernel: Callable, heads: torch.Tensor, angles: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    if angles.size(1) > 1:
+        return rope_utils._apply_rotary_pos_emb_bshd(heads, angles, rotary_interleaved=interleaved)
+    return kernel(heads, angles, interleaved=interleaved)
 
 
 class WeightGradients:

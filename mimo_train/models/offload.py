@@ -112,9 +112,11 @@ class _Group:
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:
-    """True for a large tensor that no parameter holds."""
+    """True for a large tensor that no parameter holds. Expanded ones stay: a mask of all heads would be copied for each
+    of them."""
     is_weight = any(isinstance(each, torch.nn.Parameter) for each in (tensor, tensor._base))
-    return tensor.is_floating_point() and not is_weight and tensor.nbytes >= LEAST_BYTES
+    is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
+    return tensor.is_floating_point() and not is_weight and not is_expanded and tensor.nbytes >= LEAST_BYTES
 
 
 @cache
