@@ -70,6 +70,11 @@ REASONS = [
         "packed_seq_params.qkv_format = 'thd'",
     ),
     (
+        "models/fusions.py",
+        "models.common.embeddings.rope_utils:apply_rotary_pos_emb",
+        "if config.mrope_section is not None and freqs.shape[1] > 1:",
+    ),
+    (
         "models/layers.py",
         "transformer.transformer_layer:TransformerLayer._forward_mlp",
         "pre_mlp_layernorm_output, residual = pre_mlp_layernorm_output",

@@ -275,9 +275,13 @@ def _spec_changes(before: Mapping[str, Any], module: ModuleConfig, prefix: str, 
 def _adapter_changes(was: Mapping[str, Any], module: ModuleConfig, prefix: str, new_run: bool) -> Iterator[str]:
     before, now = was.get("rank", LoraConfig().rank), module.lora.rank
     if not before and (not now or new_run):
+        if module.lora.quantization:
+            text = "but its weights are not in 4 bits. Export it, and start from that directory by pretrained"
+            yield f"{prefix}.quantization is {module.lora.quantization}, {text}"
         return
     if before and not now:
         yield f"{prefix}.rank was {before}, is 0, so that its adapters would be lost"
         return
     more = new_run and set(was.get("targets", ())) <= set(module.lora.targets)
-    yield from key_changes(was, module.lora, prefix, MAY_CHANGE | {"adapter"} | ({"targets"} if more else set()))
+    free = {"adapter"} | ({"targets"} if more else set()) | ({"modules_to_save"} if new_run else set())
+    yield from key_changes(was, module.lora, prefix, MAY_CHANGE | free)

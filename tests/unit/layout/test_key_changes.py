@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mimo_train.checkpoint.resume.config_diff import key_changes, plain
+from mimo_train.checkpoint.resume.config_diff import key_changes, module_changes, plain
+from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 
 
 @dataclass
@@ -72,3 +73,18 @@ def test_what_a_record_has_in_the_place_of_a_section_is_named_whole():
     assert list(key_changes({"parts": ["x"]}, Section(parts=[Part()]), "a")) == [
         "a.parts[0] was x, is {'weight': 1.0, 'place': ''}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key"),
+    [
+        ({}, {"rank": 2}, ""),
+        ({}, {"rank": 2, "quantization": "nf4"}, "a.lora.quantization is nf4, but its weights are not in 4 bits"),
+        ({"rank": 2}, {"rank": 2, "quantization": "nf4"}, "a.lora.quantization was , is nf4"),
+        ({"rank": 2}, {"rank": 2, "modules_to_save": ["embed_tokens"]}, ""),
+    ],
+)
+def test_adapters_of_a_new_run_fit_the_weights_that_it_starts_from(before, now, key):
+    config = {"modules": {"language": plain(ModuleConfig(lora=LoraConfig(**before)))}}
+    changed = list(module_changes(config, "language", ModuleConfig(lora=LoraConfig(**now)), "a"))
+    assert (key in changed[0]) if key else changed == []
