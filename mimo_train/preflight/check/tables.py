@@ -88,8 +88,7 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
     if any((optim.name, optim.moments) != ("adamw", "fp32") for optim in optims.values()):
         notes.append(f"optimizer: {', '.join(states)}")
     for name, module in cfg.modules.items():
-        weights = quantized_parameters(name, module, cfg.llm.hidden_size)[0] if module.lora.quantization else 0
-        if weights:
+        if weights := quantized_parameters(name, module, cfg.llm.hidden_size)[0]:
             size = f"{weights:,} weights in 4 bits, {quantized_bytes(weights) / GIB:.3f} GiB in all layers"
             notes.append(f"{name}: {size} (lora.quantization={module.lora.quantization})")
     if offloaded := [name for name in cfg.modules if cfg.offload_of(name)]:
