@@ -9,7 +9,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.estimate.flops import StepFlops
 from mimo_train.estimate.parameters import module_parameters
-from mimo_train.layout.run import config_faults
+from mimo_train.layout.run import config_faults, resolve
 from mimo_train.models.freeze import freeze, release_steps
 from tests.unit.configs import changed, load
 
@@ -118,3 +118,10 @@ def test_it_is_refused_on_the_stages_that_have_no_such_layer_too(monkeypatch):
     for stop in (freeze, lambda chunks, patterns, *of: release_steps(chunks, dict.fromkeys(patterns, 3), *of)):
         with pytest.raises(UserError, match=r"linear_qkv.weight is frozen for longer than linear_qkv.bias"):
             stop([torch.nn.ModuleDict()], ["*weight"], "key", two)
+
+
+def test_images_of_several_microbatches_are_dealt_together_where_one_pass_takes_them():
+    ahead = ("modules.images.freeze=[encoder]", "modules.images.prefetch_microbatches=4")
+    for layout, together in (("two_processes", 4), ("one_process", 1)):
+        images = resolve(load("vlm_digits", f"layout={layout}", *ahead)).layout.modules["images"]
+        assert images.pass_microbatches == together, layout
