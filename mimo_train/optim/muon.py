@@ -6,7 +6,8 @@ and fused weights are divided into their matrices, as Megatron-Core's `TensorPar
 square of AdamW's (0.2 sqrt(max(rows, columns)); Liu et al., 2025, arXiv:2502.16982): both take one learning rate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,22 +58,44 @@ def _update(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Return the update of this rank's part [rows, columns] of a weight."""
     if not shard.sections:
         return _orthogonal_part(matrix, shard)
-    repeated = matrix.view(-1, sum(shard.sections), matrix.shape[1])
-    parts = repeated.split(shard.sections, dim=1)
-    updates = [_orthogonal_part(part.reshape(-1, matrix.shape[1]), shard).reshape(part.shape) for part in parts]
+    if len(matrix) % sum(shard.sections):  # tensor-parallel ranks share a group of heads
+        complete = _by_section(_gathered(matrix, shard), shard.sections, partial(orthogonalised, dtype=_dtype(shard)))
+        return _own_part(complete, shard)
+    return _by_section(matrix, shard.sections, partial(_orthogonal_part, shard=shard))
+
+
+def _by_section(
+    matrix: torch.Tensor, sections: Sequence[int], update: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the updates of the matrices that a fused one repeats, fused again."""
+    repeated = matrix.view(-1, sum(sections), matrix.shape[1])
+    parts = repeated.split(list(sections), dim=1)
+    updates = [update(part.reshape(-1, matrix.shape[1])).reshape(part.shape) for part in parts]
     return torch.cat(updates, dim=1).reshape(matrix.shape)
 
 
 def _orthogonal_part(part: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Return this rank's part of the orthogonalised matrix that tensor-parallel ranks have parts of."""
-    dtype = torch.float32 if shard.parameter.dtype == torch.float32 else torch.bfloat16
     if shard.cut is None:
-        return orthogonalised(part, dtype)
-    group = shard.tensor_parallel
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    whole = orthogonalised(torch.cat(parts, dim=shard.cut), dtype)
-    return whole.chunk(group.size(), dim=shard.cut)[group.rank()]
+        return orthogonalised(part, _dtype(shard))
+    return _own_part(orthogonalised(_gathered(part, shard), _dtype(shard)), shard)
+
+
+def _dtype(shard: Shard) -> torch.dtype:
+    """Return the type of the iteration."""
+    return torch.float32 if shard.parameter.dtype == torch.float32 else torch.bfloat16
+
+
+def _gathered(part: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return the matrix that tensor-parallel ranks have parts of."""
+    parts = [torch.empty_like(part) for _ in range(shard.tensor_parallel.size())]
+    dist.all_gather(parts, part.contiguous(), group=shard.tensor_parallel)
+    return torch.cat(parts, dim=shard.cut or 0)
+
+
+def _own_part(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return this rank's part of a matrix that tensor parallelism cuts."""
+    return matrix.chunk(shard.tensor_parallel.size(), dim=shard.cut or 0)[shard.tensor_parallel.rank()]
 
 
 def orthogonalised(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -82,8 +82,13 @@ def _hidden_matrices(chunks: Iterable[torch.nn.Module]) -> set[int]:
     Matrices of adapters count, stacks of matrices in one parameter do not."""
     matrices = set[int]()
     for chunk in chunks:
+        # Classes of transformers have other names for their output layer.
+        classes: list[Any] = [part for part in chunk.modules() if hasattr(part, "get_output_embeddings")]
+        outputs = [each.get_output_embeddings() for each in classes]
         for name, module in chunk.named_modules():
             if isinstance(module, torch.nn.Embedding | VocabParallelEmbedding) or name.split(".")[-1] in _OUTPUTS:
+                continue
+            if any(module is output for output in outputs):
                 continue
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 is_weight = parameter_name.startswith("weight") or parameter_name in ("lora_a", "lora_b")

@@ -49,8 +49,10 @@ class Shard:
     @property
     def cut(self) -> int | None:
         """Dimension that tensor parallelism cuts, None for neither."""
+        # Transformer Engine sets a dimension for weights that ranks duplicate too.
+        is_cut = getattr(self.parameter, "tensor_model_parallel", False) and self.tensor_parallel.size() > 1
         dim = getattr(self.parameter, "partition_dim", -1)
-        return dim if self.tensor_parallel.size() > 1 and dim in (0, 1) else None
+        return dim if is_cut and dim in (0, 1) else None
 
 
 def shards_of(
@@ -108,8 +110,8 @@ def fused_sections(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[int, ..
         if isinstance(module, SelfAttention) and isinstance(getattr(module.linear_qkv, "weight", None), torch.Tensor):
             sections[id(module.linear_qkv.weight)] = tuple(_get_qkv_split_shapes(module.config))
         if hasattr(module, "linear_fc1") and getattr(getattr(module, "config", None), "gated_linear_unit", False):
-            for weight in cast(torch.nn.Module, module.linear_fc1).parameters(recurse=False):
-                if weight.dim() == 2:
+            for name, weight in cast(torch.nn.Module, module.linear_fc1).named_parameters(recurse=False):
+                if weight.dim() == 2 and name != "lora_a":
                     sections[id(weight)] = (weight.shape[0] // 2,) * 2
         for weight in module.parameters(recurse=False):
             if parts := getattr(weight, "partition_sections", None):

@@ -25,11 +25,25 @@ FIXED = (
     "placement.allow_idle=true",
 )
 SHARED = same("tp2 dp2", "tp2 dp2")
+EXPERTS = (
+    "llm@modules.language.llm=gpt_tiny_moe",
+    "modules.language.llm.num_layers=2",
+    "modules.language.llm.expert_ffn_hidden_size=48",
+    "modules.language.llm.shared_expert_ffn_hidden_size=32",
+    "modules.language.lora.rank=3",
+    "modules.language.lora.targets=[linear_qkv,linear_proj,experts,shared_experts]",
+)
 CASES = {
     "muon and adafactor": ("modules.language.optim.name=muon", "modules.images.optim.name=adafactor"),
     "adafactor and muon": ("modules.language.optim.name=adafactor", "modules.images.optim.name=muon"),
+    "muon of experts' adapters": (*EXPERTS, "modules.language.optim.name=muon"),
 }
-ROWS = {"muon and adafactor": (SHARED, apart("dp2", "pp2")), "adafactor and muon": (apart("tp2", "tp2", WHOLE_STATES),)}
+ROWS = {
+    # With tp4 two ranks share a group of heads.
+    "muon and adafactor": (SHARED, apart("dp2", "pp2"), same("dp4", "tp4")),
+    "adafactor and muon": (apart("tp2", "tp2", WHOLE_STATES),),
+    "muon of experts' adapters": (apart("dp2", "tp2 sp ep2"),),
+}
 
 
 def run_config(digits, run_dir: Path, row: Row | None, *overrides: str):
