@@ -133,8 +133,8 @@ class ConfigContainer(Section):
         yield from self.distill.faults(self.train.task)
         if self.train.task == DISTILL and self.train.logits != "learned":
             yield Fault("train.logits", f"must be learned with train.task=distill, is {self.train.logits}")
-        optimizers = {self.optim_of(name).name for name in self.modules} or {self.optim.name}
-        yield from self.optim.faults(self.train.precision, optimizers)
+        of_modules = [self.optim_of(name) for name in self.modules] or [self.optim]
+        yield from self.optim.faults(self.train.precision, of_modules)
         for name, module in self.modules.items():
             if module.layout.fsdp and (optimizer := self.optim_of(name).name) in OF_WHOLE_MATRICES:
                 text = f"is true, and {optimizer} needs whole matrices. Set it to false, or optim.name=adamw"

@@ -1,6 +1,6 @@
 """Keys of the optimizer and its schedule: `optim` and `modules.NAME.optim`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mimo_train.config.errors import Fault
@@ -81,14 +81,18 @@ class OptimConfig(Section):
     overlap_param_gather: bool = False
     """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
 
-    def faults(self, precision: str, names: set[str]) -> Iterator[Fault]:
-        """Yield invalid values, alone and together; `precision`: `train.precision`; `names`: the optimizers of all
+    def faults(self, precision: str, of_modules: Sequence["OptimConfig"]) -> Iterator[Fault]:
+        """Yield invalid values, alone and together; `precision`: `train.precision`; `of_modules`: the settings of all
         modules."""
         yield from value_faults(self, "optim")
+        names = {each.name for each in of_modules}
         for changed in {*changed_fields(self)} & OF_OPTIMIZERS.keys():
             if not names & {*OF_OPTIMIZERS[changed]}:
                 text = f"is {shown(getattr(self, changed))}, but {' and '.join(sorted(names))} cannot use it"
                 yield Fault(f"optim.{changed}", f"{text}. Remove it, or set optim.name={OF_OPTIMIZERS[changed][0]}")
+        if "wsd_decay_fraction" in changed_fields(self) and "wsd" not in {each.decay for each in of_modules}:
+            text = f"is {self.wsd_decay_fraction}, which requires optim.decay=wsd. Set it, or remove this key"
+            yield Fault("optim.wsd_decay_fraction", text)
         if 0 <= self.lr < self.min_lr:
             yield Fault("optim.min_lr", f"must be at most optim.lr {self.lr}, is {self.min_lr}")
         if self.loss_scale > 0 and precision != "fp16":
@@ -164,11 +168,18 @@ class ModuleOptimConfig(Section):
                 f"{prefix}.projector_lr",
                 "applies to encoders only: the language model has no projector. Set it at the encoder's module",
             )
+        optimizer, decay = self.name or optim.name, self.decay or optim.decay
+        if self.moments not in (None, OptimConfig.moments) and optimizer not in OF_OPTIMIZERS["moments"]:
+            text = f"is {self.moments}, but {optimizer} cannot use it. Remove it, or set {prefix}.name=adamw"
+            yield Fault(f"{prefix}.moments", text)
+        if self.wsd_decay_fraction is not None and decay != "wsd":
+            text = f"is {self.wsd_decay_fraction}, which requires decay wsd (is {decay}). Set {prefix}.decay=wsd"
+            yield Fault(f"{prefix}.wsd_decay_fraction", text)
         for pattern, group in self.groups.items():
             if reason := why_no_parameter(name, pattern):
                 yield Fault(f"{prefix}.groups", reason)
             yield from value_faults(group, f"{prefix}.groups.{pattern}")
-        if (self.decay or optim.decay) == "constant":
+        if decay == "constant":
             return
         least_key, least = self._least(prefix, optim)
         peaks = {"lr": optim.lr if self.lr is None else self.lr, "projector_lr": self.projector_lr}

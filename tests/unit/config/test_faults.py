@@ -56,6 +56,9 @@ def test_values_out_of_range_are_faults_of_their_key(key, value, said):
     assert len(messages) == 1 or "must be a list" not in said, messages
 
 
+_SHARE = {"modules.images.optim.wsd_decay_fraction": 0.2}
+
+
 def test_a_key_that_no_optimizer_uses_is_a_fault():
     lion = {"optim.name": "lion", "optim.eps": 1e-6}
     (fault,) = config_faults(changed(lion))
@@ -63,6 +66,17 @@ def test_a_key_that_no_optimizer_uses_is_a_fault():
     assert not config_faults(changed(lion | {"modules.images.optim.name": "muon", "optim.momentum": 0.9}))
     (fault,) = config_faults(changed({"optim.name": "adafactor", "optim.moments": "bf16"}))
     assert fault.key == "optim.moments"
+    (fault,) = config_faults(changed({"optim.name": "adafactor", "modules.images.optim.moments": "8bit"}))
+    assert fault.key == "modules.images.optim.moments"
+
+
+def test_a_share_of_a_schedule_that_no_module_has_is_a_fault():
+    (fault,) = config_faults(changed({"optim.wsd_decay_fraction": 0.2}))
+    assert fault.key == "optim.wsd_decay_fraction" and "requires optim.decay=wsd" in fault.message
+    (fault,) = config_faults(changed({"optim.decay": "wsd", "modules.images.optim.decay": "linear"} | _SHARE))
+    assert fault.key == "modules.images.optim.wsd_decay_fraction"
+    both = {"optim.wsd_decay_fraction": 1.0, "modules.images.optim.decay": "wsd"} | _SHARE
+    assert not config_faults(changed(both))
 
 
 @pytest.mark.parametrize(
