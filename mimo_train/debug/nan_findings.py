@@ -17,6 +17,7 @@ from data.samples.protocol import MEDIA
 from data.text_format import listed, plural
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.parameters import global_names, modules_of
+from mimo_train.models.sharding import shard_of
 from mimo_train.training.step.batches import StepIterator
 from mimo_train.training.step.losses import StepLosses
 from mimo_train.training.step.pipeline import Pipeline
@@ -127,8 +128,8 @@ def bad_losses(losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """For each tensor, return True if all its values are finite; one copy to the host."""
-    flags = [tensor.detach().isfinite().all() for tensor in tensors]
+    """For each tensor, return True if all its values on this rank are finite; one copy to the host."""
+    flags = [shard_of(tensor)[0].detach().isfinite().all() for tensor in tensors]
     return torch.stack(flags).tolist() if flags else []
 
 
