@@ -99,7 +99,7 @@ def _spans(cfg: ConfigContainer) -> dict[str, range]:
 def teacher_layout(cfg: ConfigContainer) -> LayoutConfig:
     """Return the layout of a teacher's language model: the student's unless `distill.layout` has it."""
     student = cfg.language.layout
-    return cfg.distill.layout.get(LANGUAGE) or replace(student, vpp=1, ep=1, etp=1)
+    return cfg.distill.layout.get(LANGUAGE) or replace(student, vpp=1, ep=1, etp=1, fsdp=False)
 
 
 def teacher_spans(cfg: ConfigContainer) -> dict[str, range]:

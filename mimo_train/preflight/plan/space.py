@@ -14,6 +14,7 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.config.schema_optim import OF_WHOLE_MATRICES
 from mimo_train.config.transformers_llm import TransformersLlm, TransformersSizes
 from mimo_train.layout.batch import Batch, sequence_faults
 from mimo_train.layout.kernels import compiled_modules, has_fp8
@@ -92,7 +93,8 @@ class Space:
                     yield LayoutConfig(tp=tp, pp=pp, dp=dp, fsdp=self._is_sharded(name, candidate))
 
     def _can_shard(self, name: str) -> bool:
-        return not [*fsdp_faults(replace(self._cfg.modules[name], layout=LayoutConfig(fsdp=True)), name)]
+        module = replace(self._cfg.modules[name], layout=LayoutConfig(fsdp=True))
+        return self._cfg.optim_of(name).name not in OF_WHOLE_MATRICES and not [*fsdp_faults(module, name)]
 
     def _is_sharded(self, name: str, candidate: Candidate) -> bool:
         """True if an encoder is sharded: where it can be, as the language model is."""
