@@ -154,8 +154,7 @@ class OptimizerShard:
     stop: int
     values: dict[str, torch.Tensor]
     """Values by state, [stop - start] each; WEIGHT is the fp32 master copy. `FACTORS` have one for each row or column
-    of
-    the parameter."""
+    of the parameter."""
     is_cut: bool
     """True if data-parallel ranks have other ranges."""
     stored: Callable[[], None]
