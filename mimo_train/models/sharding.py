@@ -159,17 +159,17 @@ class ShardedModule(TorchFullyShardedDataParallel):
             )
         ]
         for part in (*kept, unit):
-            own = [value for value in part.parameters() if not isinstance(value, DTensor)]
-            dtypes = {value.dtype for value in own}
+            values = [value for value in part.parameters() if not isinstance(value, DTensor)]
+            dtypes = {value.dtype for value in values}
             if len(dtypes) > 1:
                 raise UserError(
                     f"{self._key}: {type(part).__name__} has parameters of several types "
                     f"({', '.join(sorted(map(str, dtypes)))}), which torch cannot shard together. Set it to false"
                 )
-            if any(value.dim() == 0 for value in own):
+            if any(value.dim() == 0 for value in values):
                 text = f"{type(part).__name__} has parameters without dimensions, which torch cannot shard"
                 raise UserError(f"{self._key}: {text}. Set it to false")
-            for value in own:
+            for value in values:
                 if value.requires_grad:
                     value.data = value.data.float()
             dtype = dtypes.pop() if dtypes else self._dtype
