@@ -259,6 +259,14 @@ def test_the_vocabulary_s_padding_counts_in_the_softmax_of_megatron_core():
     assert "vocab_size" not in inspect.getsource(LanguageModule.compute_language_model_loss)
 
 
+def test_torch_reduces_parameters_with_a_gradient_alone():
+    """Else `models/sharding.py` need not make zeros for the others."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    source = inspect.getsource(FSDPParamGroup.post_backward)
+    assert "elif fsdp_param.unsharded_param.grad is not None:" in source and "if not self.reduce_grads:" in source
+
+
 def test_torch_s_launcher_passes_a_signal_to_ranks_as_an_error():
     """Else `launch/torchrun.py` would not be needed for a run that is asked to save and stop."""
     from torch.distributed.elastic.multiprocessing import api
@@ -367,7 +375,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     }
     looked_at |= {f"data/media/{name}.py" for name in ("audio_files", "audio")}
     looked_at |= {"cpu/attention.py", "cpu/kernels.py", "cpu/backend.py"}
-    looked_at |= {"config/run_files.py"}
+    looked_at |= {"config/run_files.py", "models/sharding.py"}
     by_running = (
         "test_dense_layer.py",
         "test_tensors.py",
