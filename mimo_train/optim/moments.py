@@ -35,7 +35,8 @@ def read(state: State, name: str) -> torch.Tensor:
     values, scales = state[name], state.get(name + SCALE)
     if scales is None:
         return values.float()
-    return _fractions(name, values.device)[values.long()] * scales.repeat_interleave(BLOCK)[: values.numel()]
+    fractions = _fractions(name, values.device).index_select(0, values.int())
+    return fractions.mul_(scales.repeat_interleave(BLOCK)[: values.numel()])
 
 
 def write(state: State, name: str, values: torch.Tensor) -> None:
@@ -54,7 +55,7 @@ def write(state: State, name: str, values: torch.Tensor) -> None:
 
 def _nearest(fractions: torch.Tensor, name: str) -> torch.Tensor:
     table = _fractions(name, fractions.device)
-    codes = torch.bucketize(fractions, (table[1:] + table[:-1]) / 2)
+    codes = torch.bucketize(fractions, (table[1:] + table[:-1]) / 2, out_int32=True)
     if name.endswith("_sq"):
         codes.clamp_min_(1).mul_(fractions > 0)  # a square that became 0 would make a huge update
     return codes.to(torch.uint8)
