@@ -164,8 +164,6 @@ def _quantization_faults(name: str, module: ModuleConfig, candidates: list[Linea
         return
     if find_spec("bitsandbytes") is None:
         yield Fault(key, "requires bitsandbytes. Install the extra qlora: pip install 'mimo-train[qlora]'")
-    if all(linear.layer is None for linear in candidates):
-        yield Fault(key, f"requires Megatron-Core's layers, which {name} does not have. Remove it")
     for linear in candidates:
         ranks = 1 if linear.column else layout.etp if linear.experts else layout.tp
         if linear.layer is not None and linear.inputs % (BLOCK * ranks):
