@@ -153,7 +153,7 @@ class Adaptable(Quantizable):
             name: F.linear(piece, holder.lora_b if self.column else self._summed(holder.lora_b))
             for (name, holder), piece in pieces
         }
-        output_SBO = output_SBO + self.lora.scale * self._rows.join(deltas, dim=-1, fill=0.0)
+        output_SBO = torch.add(output_SBO, self._rows.join(deltas, dim=-1, fill=0.0), alpha=self.lora.scale)
         if self.lora.dora:
             output_SBO = self._gain().to(output_SBO.dtype) * output_SBO
         if self._adds_bias:

@@ -70,6 +70,10 @@ CASES = {
                                      "modules.language.llm.vocab_size=32000",
                                      "modules.language.llm.tie_embeddings=false")),
     "adapters": ("vlm_digits", 1, ("modules.language.lora.rank=4", HALF)),
+    "quantized, embedding": ("gpt_tiny", 0, (
+        *(f"modules.language.lora.{name}" for name in ("rank=4", "quantization=nf4", "modules_to_save=[embed_tokens]")),
+        HALF,
+    )),
     "frozen": ("vlm_digits", 1, ("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]", HALF)),
     "shared": ("vlm_digits", 0, ("placement.mode=shared", f"{IMAGES}dp=4", f"{LANGUAGE}tp=2", f"{LANGUAGE}dp=2", HALF,
                                  *ENCODER)),
