@@ -67,7 +67,11 @@ QUANTIZED = ".quant_state.bitsandbytes__nf4"
 def quantized_weights(
     tensors: Mapping[str, tuple[Path, Entry]],
 ) -> dict[str, tuple[tuple[int, ...], dict[str, tuple[Path, Entry]]]]:
-    """Return {name of a weight that bitsandbytes has quantized to NF4: (its shape, its tensors by name)}."""
+    """Return {name of a weight that bitsandbytes has quantized to NF4: (its shape, its tensors by name)}.
+
+    Raises:
+        UserError: blocks of NF4 have another size than those of `transformers`, 64 numbers.
+    """
     weights = {}
     for state, (path, entry) in tensors.items():
         if not state.endswith(QUANTIZED):
@@ -75,8 +79,13 @@ def quantized_weights(
         name = state.removesuffix(QUANTIZED)
         with _named(path, name), path.open("rb") as file:
             file.seek(entry.begin)
-            shape = tuple(parsed(file.read(prod(entry.shape)))["shape"])
-        weights[name] = shape, {part: tensors[part] for part in tensors if part == name or part.startswith(f"{name}.")}
+            facts = parsed(file.read(prod(entry.shape)))
+            if "shape" not in facts or facts.get("blocksize") != 64:
+                raise Unreadable(f"has NF4 blocks of {facts.get('blocksize')} numbers, and 64 are read")
+        weights[name] = (
+            tuple(facts["shape"]),
+            {part: tensors[part] for part in tensors if part == name or part.startswith(f"{name}.")},
+        )
     return weights
 
 

@@ -9,7 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.adapter import PREFIX, WEIGHTS, adapted_paths
-from mimo_train.config.pretrained.weight_files import BIN, BIN_INDEX, INDEX, SINGLE
+from mimo_train.config.pretrained.weight_files import (
+    BIN,
+    BIN_INDEX,
+    INDEX,
+    QUANTIZED,
+    SINGLE,
+    Entry,
+    quantized_weights,
+)
 from mimo_train.hf import tensors
 from mimo_train.hf.tensors import Planned, TensorFolder, write_tensors
 
@@ -229,3 +237,12 @@ def test_of_a_tensor_in_two_files_that_of_the_index_counts(tmp_path):
         places = {"a": "a.safetensors", "b": "b.safetensors", "x": f"{name}.safetensors"}
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
         assert opened(tmp_path).whole("x").tolist() == [value] * 8
+
+
+@pytest.mark.parametrize("facts", [{"shape": [4, 128], "blocksize": 128}, {"blocksize": 64}, {}])
+def test_weights_in_other_blocks_of_nf4_are_rejected(facts, tmp_path):
+    content = json.dumps(facts).encode()
+    (tmp_path / "model").write_bytes(content)
+    tensors = {f"weight{QUANTIZED}": (tmp_path / "model", Entry(0, (len(content),), "U8"))}
+    with pytest.raises(UserError, match="weight: .*model has NF4 blocks of (128|64|None) numbers, and 64 are read"):
+        quantized_weights(tensors)
