@@ -169,8 +169,8 @@ def recompute_part_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         key = f"modules.{name}.recompute" if module.recompute else "train.recompute"
         recompute = cfg.recompute_of(name)
         parts = recompute_parts(recompute)
+        of_module = f"modules.{name}." if module.offload_activations else "train."
         if cfg.offload_of(name) and recompute not in ("none", "selective"):
-            of_module = f"modules.{name}." if module.offload_activations else "train."
             text = f"layers requires recompute none or selective of {name} (is {recompute}). Set one of them to none"
             yield Fault(f"{of_module}offload_activations", text)
         foreign = isinstance(module.llm, TransformersLlm) or (
@@ -178,7 +178,7 @@ def recompute_part_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         )
         if cfg.offload_of(name) and foreign:
             text = f"layers requires Megatron-Core's layers, which {name} does not have. Set none"
-            yield Fault(f"modules.{name}.offload_activations", text)
+            yield Fault(f"{of_module}offload_activations", text)
         if parts and cfg.fp8_of(name) != "none":
             yield Fault(key, f"{'+'.join(parts)} is not supported with fp8 of {name}. Set none, selective or full")
         if module.llm is None or isinstance(module.llm, TransformersLlm):

@@ -150,7 +150,8 @@ def _logits_text(run: Run, vocab: int) -> str:
         return f"{text}, and are never stored: train.task={train.task} compares blocks of the vocabulary"
     if most <= train.max_logits_mib:
         return f"{text} and are stored: {limit} allows it"
-    return f"{text}; above {limit} they are not stored, but computed in blocks of the vocabulary"
+    where = " if the class computes them by its lm_head alone" if isinstance(run.cfg.llm, TransformersLlm) else ""
+    return f"{text}; above {limit} they are not stored, but computed in blocks of the vocabulary{where}"
 
 
 def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:
