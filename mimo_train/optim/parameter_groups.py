@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
-from mimo_train.config.parts import PARTS
+from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_optim import OptimConfig
 from mimo_train.models.freeze import matching_parameters
@@ -36,7 +36,8 @@ def group_overrides(
     `groups`, the release step. Equal parameters have equal settings on every rank, although each rank has only its own.
     Collective over `stages`. Raises UserError if an entry of `groups` matches no parameter."""
     optim, named = cfg.modules[name].optim, [pair for chunk in chunks for pair in global_names(chunk).items()]
-    matrices, of_module = _hidden_matrices(chunks), cfg.optim_of(name)
+    of_module = cfg.optim_of(name)
+    matrices = _hidden_matrices(chunks, has_logits=name == LANGUAGE) if of_module.name == "muon" else set()
     settings: dict[torch.nn.Parameter, dict[str, Any]] = {parameter: {} for _, parameter in named}
     for parameter_name, parameter in named:
         settings[parameter] |= _algorithm(of_module, id(parameter) in matrices)
@@ -77,14 +78,15 @@ def _algorithm(optim: OptimConfig, is_matrix: bool) -> dict[str, Any]:
     return settings
 
 
-def _hidden_matrices(chunks: Iterable[torch.nn.Module]) -> set[int]:
+def _hidden_matrices(chunks: Iterable[torch.nn.Module], *, has_logits: bool) -> set[int]:
     """Return the ids of the weights of linear layers, without embeddings and output layers, which Muon leaves to AdamW.
     Matrices of adapters count, stacks of matrices in one parameter do not."""
     matrices = set[int]()
     for chunk in chunks:
         # Classes of transformers have other names for their output layer.
         classes: list[Any] = [part for part in chunk.modules() if hasattr(part, "get_output_embeddings")]
-        outputs = [each.get_output_embeddings() for each in classes]
+        # Media halves have none, and some raise an error for it.
+        outputs = [each.get_output_embeddings() for each in classes] if has_logits else []
         for name, module in chunk.named_modules():
             if isinstance(module, torch.nn.Embedding | VocabParallelEmbedding) or name.split(".")[-1] in _OUTPUTS:
                 continue
