@@ -142,10 +142,8 @@ def _sharding_text(run: Run, name: str, vocab: int) -> str:
 def _logits_text(run: Run, vocab: int) -> str:
     """Return how the loss is computed: with logits or without."""
     most, train = logits_bytes(microbatch_tokens(run), vocab, run.layout.language.tp) / 2**20, run.cfg.train
-    text, limit = (
-        f"loss: logits of a microbatch take up to {most:,.0f} MiB",
-        f"train.max_logits_mib {train.max_logits_mib}",
-    )
+    text = f"loss: logits of a microbatch take up to {most:,.0f} MiB"
+    limit = f"train.max_logits_mib {train.max_logits_mib}"
     if run.cfg.traits.has_teacher:
         return f"{text}, and are never stored: train.task={train.task} compares blocks of the vocabulary"
     if most <= train.max_logits_mib:
