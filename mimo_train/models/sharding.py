@@ -101,7 +101,7 @@ class ShardedModule(TorchFullyShardedDataParallel):
             root.module.embedding.gather = root.unshard
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Call the module. Embeddings are handed over beside the arguments: torch would reduce the gradients of the
+        """Call the module. Embeddings are set as an attribute: torch would reduce the gradients of the
         embedding, which was called before, as soon as those of a tensor among the arguments are there."""
         if options.get("decoder_input") is not None:
             self.module.embedded_SBH = options.pop("decoder_input")

@@ -141,7 +141,7 @@ class TransformersLanguageModel(MegatronModule):
         if self.embedding.gather is not None:
             probed = self.max_sequence_length  # ranks that share the weights must run alike
         self._probe.require_independence(packed, probed)
-        has_plain_head = self._probe.has_plain_head  # likewise found by all ranks at once
+        has_plain_head = self._probe.has_plain_head  # also found by all ranks at once
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if decoder_input is not None:
             inputs = {"inputs_embeds": decoder_input.transpose(0, 1).contiguous()}

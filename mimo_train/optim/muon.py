@@ -39,7 +39,7 @@ def muon(
         parameters: tensors of this rank, fp32, with gradients, by id of the model's parameter.
         states: by id of the model's parameter.
         shards: all shards of the group, in the same order on each replica.
-        factor: gradients count so many times.
+        factor: gradients are multiplied by it.
     """
     momentum, directions = group["momentum"], {}
     for number, parameter in parameters.items():

@@ -24,7 +24,7 @@ WHOLE = ""
 
 
 EXPERT = re.compile(r"local_experts\.\d+\.")
-"""The part of a name that an expert's layer has and its `Linear` has not."""
+"""The part of a name that an expert's layer has, and its `Linear` lacks."""
 
 
 @dataclass

@@ -3,9 +3,9 @@
 
 A weight [O, I] is two tensors: `weight` [O, I / 2] with two numbers in a byte, and `weight_scales` [O, I / BLOCK], the
 largest magnitude of each block of BLOCK numbers. bitsandbytes has blocks of a flattened weight. As BLOCK divides I, and
-a rank's part of I (`layout.adapters`), these are the blocks of rows here, at any layout and whichever projections are
-fused. Quantizing a dequantized fp32 weight again gives the same bytes: the largest number of a block is 1 or -1 times
-its scale.
+a rank's part of I (`layout.adapters`), these are the blocks of rows here, at any layout, also of fused projections.
+Quantizing a dequantized fp32 weight again gives the same bytes: the largest number of a block is 1 or -1 times its
+scale.
 """
 
 from typing import Any
@@ -72,7 +72,7 @@ def dequantized_tensor(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def in_sections(sharded: Any, sections: tuple[int, ...], ranks: int) -> Any:
-    """Return a sharded tensor of which each of `ranks` has a part of every section, as of the weight (mlp.py:371)."""
+    """Return a sharded tensor of which each of `ranks` has a part of every section, cut as the weight (mlp.py:371)."""
     sizes = [size // ranks for size in sections]
     return _split_tensor_factory(sharded, sizes, [str(section) for section in range(len(sizes))], 0)
 

@@ -20,7 +20,7 @@ from mimo_train.preflight.dry_run.observation import innermost_line, source_line
 aten = torch.ops.aten
 
 _NO_KERNEL = ("empty", "new_empty", "detach", "alias", "lift_fresh", "set_", "resize_", "_unsafe_view", "record_stream")
-"""Beginnings of names of operations, beside views, that start no kernel."""
+"""Beginnings of names of operations that start no kernel. Views start none either."""
 _MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention")
 _SIZE_WAITS = ("aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2")
 ITEM = "aten::_local_scalar_dense"
