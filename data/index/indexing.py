@@ -21,7 +21,7 @@ from data.errors import DataError, MissingLibrary, ShardError
 from data.index import index_file
 from data.index.find_shards import refuse_compressed
 from data.index.index_file import UNIT, FolderFile, IndexFile, Located, Part
-from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex, pack_keys
+from data.index.shard_index import MEMBER, SAMPLE, Codes, ShardIndex, pack_keys, pack_video
 from data.media.headers import parse_extent, parse_video_header, reader_of
 from data.records.members import arrange, kind_of
 from data.rows.row_reader import is_table, table_rows
@@ -244,7 +244,7 @@ def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[i
 
     if kind == "video":
         video = parse_video_header(read_member, size)
-        return (video.height << 32 | video.width, video.milliseconds) if video else (0, 0)
+        return pack_video(video.height, video.width, video.frames, *video.rate.as_integer_ratio()) if video else (0, 0)
     first, second = (parse_extent(kind, read_member, size) if kind != "other" else None) or (0, 0)
     return (first, second) if first < 1 << 63 and second < 1 << 31 else (0, 0)
 

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.media.video_packets import milliseconds_of
 from data.records.members import NO_FIELDS, Arrangement, Fields, arrange, kind_of, unread
 from data.storage.files import ShardVersion
 from data.storage.url import Place
 
 SAMPLE = np.dtype([("first_member", "<i8"), ("record", "<i4"), ("reason", "<i4")])
 """A sample: its first member, the record among its members (-1: none), and its reason code (0: not bad)."""
-MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("first", "<i8"), ("second", "<i4"), ("code", "<i4")])
-"""A member: its bytes, extent (`Member.extent`) and code (`Codes`). For a video, `first` is height times 2^32 plus
-width, and `second` its milliseconds."""
+MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("first", "<i8"), ("second", "<i8"), ("code", "<i8")])
+"""A member: its bytes, extent (`Member.extent`) and code (`Codes`). For a video, the extent is `pack_video`."""
 
 
 class Frame(NamedTuple):
@@ -35,8 +35,8 @@ class Frame(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One file of a sample. `height`, `width`: pixels, after orientation. `frames`, `rate`: audio samples per channel
-    and per second. They are 0 if they do not apply or are unreadable."""
+    """One file of a sample. `height`, `width`: pixels, after orientation. `frames`: samples per channel of audio, or
+    frames of a video, of which `rate` / `rate_base` are in a second. 0 if they do not apply or are unreadable."""
 
     extension: str
     offset: int
@@ -47,10 +47,15 @@ class Member(NamedTuple):
     rate: int
     kind: str
     """The kind: "image", "video", "audio", or "other" (its record, and unread members)."""
-    milliseconds: int = 0
-    """Length of a video; 0 without a readable header."""
+    rate_base: int = 1
+    """Seconds in which there are `rate` frames; 1 for audio."""
     frame: Frame | None = None
     """The frame of a video; None: the whole file."""
+
+    @property
+    def milliseconds(self) -> int:
+        """Length of a video or audio file; 0 without a readable header."""
+        return int(milliseconds_of(self.frames, self.rate, self.rate_base))
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -147,7 +152,8 @@ class ShardIndex:
             extension = self.codes.extensions[code]
             kind_now = kind_of(extension)
             if kind_now == "video":
-                members.append(Member(extension, offset, size, *video_size(first), 0, 0, kind, second))
+                height, width, frames, rate, rate_base = unpack_video(first, second)
+                members.append(Member(extension, offset, size, height, width, frames, rate, kind, rate_base))
                 continue
             height, width, frames, rate = (first, second, 0, 0) if kind_now == "image" else (0, 0, first, second)
             members.append(Member(extension, offset, size, height, width, frames, rate, kind))
@@ -173,9 +179,14 @@ class ShardIndex:
         return [0, *np.cumsum(lengths).tolist()], raw[4 * len(self) :]
 
 
-def video_size(first: Any) -> tuple[Any, Any]:
-    """Return (height, width) from `MEMBER.first` of a video, or of many."""
-    return first >> 32, first & 0xFFFFFFFF
+def pack_video(height: int, width: int, frames: int, numerator: int, denominator: int) -> tuple[int, int]:
+    """Return (`first`, `second`) of `MEMBER` for a video of `numerator` / `denominator` frames per second."""
+    return frames << 32 | height << 16 | width, numerator << 32 | denominator
+
+
+def unpack_video(first: Any, second: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Return the arguments of `pack_video` from its results, integers or int64 arrays."""
+    return first >> 16 & 0xFFFF, first & 0xFFFF, first >> 32, second >> 32, second & 0xFFFFFFFF
 
 
 def pack_keys(keys: list[str]) -> bytes:

@@ -10,6 +10,8 @@ import re
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import (
@@ -24,9 +26,10 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from data.errors import MissingLibrary
+from data.errors import OF_THE_MACHINE, DecodeError, MissingLibrary, ReadError, reason_of
 from data.media.audio_files import import_av, open_no_other_file, parse_audio_header
 from data.media.options import BOUNDS
+from data.media.video_packets import milliseconds_of, scan_packets, video_stream
 from data.storage.files import RangeFile, ReadRange
 
 warnings.filterwarnings("ignore", module="PIL")  # damaged metadata only affects the orientation
@@ -40,7 +43,9 @@ _PNG_METADATA = re.compile(b"eXIf|tEXt|zTXt|iTXt")
 _PNG_EXIF_TEXT = "Raw profile type exif"
 _MOVIE_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")  # the first of an MP4 or MOV file
 _MOST_BOXES = 1 << 16
-_EBML = b"\x1aE\xdf\xa3"
+_LONGEST_SIDE = (1 << 16) - 1  # pixels of a video, in the index
+_LARGEST_DENOMINATOR = 1 << 20  # of a rate that is frames / length
+_EBML, _SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"
 _TURNS = {(1, 0, 0, 1): 0, (0, 1, -1, 0): 1, (-1, 0, 0, -1): 2, (0, -1, 1, 0): 3}
 """Display matrix of a video, without translation -> quarter turns clockwise."""
 
@@ -56,16 +61,23 @@ class ImageHeader(NamedTuple):
 
 
 class VideoHeader(NamedTuple):
-    """Header of a video. `height` and `width` are in pixels after `turns`."""
+    """Header of a video. `height` and `width` are in pixels after `turns`, below 2^16."""
 
     container: str
     """`mov` (also MP4) or `matroska` (also WebM), libavformat's names."""
     height: int
     width: int
-    milliseconds: int
-    """Length; at least 1."""
     turns: int
     """Quarter turns clockwise that make it upright."""
+    frames: int
+    """Number of frames that are presented, without those that an edit list discards."""
+    rate: Fraction
+    """Average frames per second; numerator and denominator are below 2^31."""
+
+    @property
+    def milliseconds(self) -> int:
+        """Length: `frames` at `rate`; at least 1."""
+        return int(milliseconds_of(self.frames, self.rate.numerator, self.rate.denominator))
 
 
 def parse_extent(kind: str, read: ReadRange, size: int) -> tuple[int, int] | None:
@@ -111,34 +123,77 @@ def _parse(file: BinaryIO, head: bytes, read: ReadRange, size: int) -> ImageHead
 
 
 def parse_video_header(read: ReadRange, size: int) -> VideoHeader | None:
-    """Return the header of an MP4, MOV, WebM or Matroska video; None if it is unreadable, truncated or without length.
+    """Return `read_video_header`; None if it raises DecodeError."""
+    try:
+        return read_video_header(read, size)
+    except DecodeError:
+        return None
 
-    Raises MissingLibrary if PyAV is not installed.
+
+def read_video_header(read: ReadRange, size: int) -> VideoHeader:
+    """Return the header of an MP4, MOV, WebM or Matroska video.
+
+    The packets of WebM, Matroska, and fragmented MP4 files are counted, which reads the file.
+
+    Raises:
+        DecodeError: it is damaged, cut off, mirrored, or without a video track or a length.
+        MissingLibrary: PyAV is not installed.
+        ReadError, OSError: it cannot be read.
     """
     magic = read(8, 0)
     container = "matroska" if magic.startswith(_EBML) else "mov" if magic[4:] in _MOVIE_BOXES else ""
-    if not container or not (_segment_is_complete if container == "matroska" else _boxes_are_complete)(read, size):
-        return None
+    if not container:
+        raise DecodeError("it does not start as an MP4, MOV, WebM or Matroska file" if size else "the file is empty")
+    boxes = {} if container == "matroska" else dict(_boxes(read, size))
+    end = _segment_end(read, size) if container == "matroska" else max(boxes.values(), default=0)
+    if end != size:
+        raise DecodeError(f"it is cut off, or damaged: its parts end at byte {end} of {size}")
+    if container == "mov" and b"moov" not in boxes:
+        raise DecodeError("it has no header (a box moov), which is written when a recording ends")
     av = import_av("videos")
     try:
         # Set the container: by itself, libavformat may take a file for a list of other files to open. Skip frames: it
         # would decode the first ones of some codecs, which takes three times as long.
         options = {"max_pixels": str(BOUNDS.pixels), "skip_frame": "all"}
-        with av.open(RangeFile(read, size), format=container, options=options, io_open=open_no_other_file) as file:
-            stream = file.streams.video[0]
-            # MP4: the stream's length. Matroska: that of the longest stream.
-            length = stream.duration * stream.time_base * 1000 if stream.duration else (file.duration or 0) / 1000
-            matrix = struct.unpack("9i", stream.codec_context.coded_side_data.get("display_matrix", _UPRIGHT))
-            a, b, u, c, d, v = matrix[:6]
-            if u or v or any(number % (1 << 16) for number in (a, b, c, d)):
-                return None
-            turns = _TURNS[a >> 16, b >> 16, c >> 16, d >> 16]
-            height, width = (stream.height, stream.width) if turns % 2 == 0 else (stream.width, stream.height)
-    except Exception:  # av.FFmpegError and others: the bytes are damaged
-        return None
-    if not (height > 0 and width > 0 and 0 < int(length) < 1 << 31):
-        return None
-    return VideoHeader(container, height, width, int(length), turns)
+        file = av.open(
+            RangeFile(read, size),
+            format=container,
+            options=options,
+            io_open=open_no_other_file,
+        )
+        with file:
+            return _video_header(file, container, b"moof" in boxes)
+    except (DecodeError, ReadError, *OF_THE_MACHINE):
+        raise
+    except Exception as error:  # the bytes are damaged, unless the file cannot be read
+        if isinstance(error, OSError) and not isinstance(error, av.FFmpegError):
+            raise
+        raise DecodeError(f"its header is damaged: {reason_of(error)}") from error
+
+
+def _video_header(file: Any, container: str, is_fragmented: bool) -> VideoHeader:
+    stream = video_stream(file)
+    matrix = struct.unpack("9i", stream.codec_context.coded_side_data.get("display_matrix", _UPRIGHT))
+    a, b, u, c, d, v = matrix[:6]
+    axes = tuple(number / (1 << 16) for number in (a, b, c, d))
+    if u or v or axes not in _TURNS:
+        raise DecodeError(f"its display matrix {axes} is not a rotation by quarters")
+    turns = _TURNS[axes]
+    height, width = (stream.height, stream.width) if turns % 2 == 0 else (stream.width, stream.height)
+    if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE):
+        raise DecodeError(f"its sides {height} x {width} are not from 1 to {_LONGEST_SIDE} pixels")
+    rate = Fraction(stream.average_rate or 0)
+    frames = 0 if container == "matroska" or is_fragmented else sum(not e.is_discard for e in stream.index_entries)
+    seconds = (stream.duration or 0) * Fraction(stream.time_base)
+    if not frames or not seconds:
+        packets = scan_packets(file, stream, container)
+        frames, seconds = len(packets.times), packets.seconds
+    # Of Matroska files, libavformat may estimate the rate from the first frames.
+    if not rate or abs(frames / rate - seconds) > seconds / 50 + 2 / rate:
+        rate = (frames / seconds).limit_denominator(_LARGEST_DENOMINATOR) if seconds else Fraction(0)
+    if not 0 < rate.numerator < 1 << 31 or frames >= 1 << 31:
+        raise DecodeError(f"its length is unknown: {frames} frames in {float(seconds):.10g} s")
+    return VideoHeader(container, height, width, turns, frames, rate)
 
 
 def parse_video_header_bytes(raw: bytes) -> VideoHeader | None:
@@ -258,7 +313,7 @@ def _png_orientation(read: ReadRange, size: int) -> int:
 
 def _parse_heic(raw: bytes, read: ReadRange, size: int) -> ImageHeader | None:
     heif = import_heif()
-    if not _boxes_are_complete(read, size):
+    if max((end for _, end in _boxes(read, size)), default=0) != size:
         return None
     try:
         width, height = heif.open_heif(io.BytesIO(raw)).size
@@ -267,34 +322,40 @@ def _parse_heic(raw: bytes, read: ReadRange, size: int) -> ImageHeader | None:
     return ImageHeader("HEIC", height, width, 1) if height > 0 and width > 0 else None
 
 
-def _boxes_are_complete(read: ReadRange, size: int) -> bool:
-    """True if the boxes of an ISO media file (ISO/IEC 14496-12) end at the end of the file."""
+def _boxes(read: ReadRange, size: int) -> Iterator[tuple[bytes, int]]:
+    """Yield (type, end) of the boxes of an ISO media file (ISO/IEC 14496-12), up to the first that is damaged. The last
+    one may end after the file."""
     at = 0
     for _ in range(_MOST_BOXES):
         head = read(16, at)
         if len(head) < 8:
-            break
+            return
         length, shortest = int.from_bytes(head[:4], "big"), 8
         if length == 1:
             length, shortest = int.from_bytes(head[8:16], "big"), 16
+        if length and length < shortest:
+            return
         at = size if length == 0 else at + length
-        if length and length < shortest or at >= size:
-            return at == size
-    return False
+        yield head[4:8], at
 
 
-def _segment_is_complete(read: ReadRange, size: int) -> bool:
-    """True if a Matroska file (RFC 9559) has a segment of known size and is not shorter."""
-    at = end = 4  # after the name of the first element
-    for _ in range(2):
-        head = read(8, end)
-        width = 9 - head[0].bit_length() if head else 9
-        length = int.from_bytes(head[:width], "big") & ((1 << 7 * width) - 1)
-        if width > 8 or length == (1 << 7 * width) - 1:
-            return False
-        at = end + width + length
-        end = at + 4
-    return at <= size
+def _segment_end(read: ReadRange, size: int) -> int:
+    """Return where the elements of a Matroska file (RFC 9559) end: at `size`, unless it is cut off or damaged."""
+    at = 0
+    while at < size:
+        head = read(12, at)
+        name = 9 - head[0].bit_length()
+        width = 9 - head[name].bit_length() if len(head) > name else 9
+        if name > 4 or width > 8 or len(head) < name + width:
+            break
+        length = int.from_bytes(head[name : name + width], "big") & ((1 << 7 * width) - 1)
+        at += name + width
+        if length == (1 << 7 * width) - 1:
+            continue  # of a live recording: its parts follow
+        at += length
+        if head.startswith(_SEGMENT):
+            return max(at, size)
+    return at
 
 
 def reader_of(raw: bytes) -> ReadRange:

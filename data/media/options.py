@@ -63,7 +63,7 @@ class Resize:
 
 STRETCHED = Resize()
 
-READING = 4
+READING = 5
 """Version of the decoders. Raise it if a file gives different pixels or audio samples."""
 
 Colour = tuple[int, int, int]

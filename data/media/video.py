@@ -7,45 +7,61 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 
 from data.errors import DecodeError, reason_of
 from data.media.audio_files import import_av, open_no_other_file
-from data.media.headers import VideoHeader, parse_video_header_bytes
+from data.media.headers import VideoHeader, read_video_header, reader_of
 from data.media.options import BOUNDS, Bounds
+from data.media.video_packets import Packets, scan_packets, video_stream
 
 _CODED_MORE = 1 << 20  # pixels that are coded around those of a frame
 
 
-class _Packets(NamedTuple):
-    """Times in the packets of a stream, in its units unless stated."""
+def decode_frames(raw: bytes, numbers: Sequence[int], bounds: Bounds = BOUNDS) -> Iterator[torch.Tensor]:
+    """Yield frames of a video by their numbers in the order of presentation, uint8 [3, H, W], RGB, upright.
 
-    shown: list[int]
-    """Presentation times of frames, ascending."""
-    keys: list[tuple[int, int]]
-    """(presentation time, decoding time) of every key frame, ascending."""
-    end: Fraction
-    """Seconds from the first frame to the end of the last."""
-    longest: Fraction
-    """Longest duration of a frame in seconds."""
+    Memory for a few frames is needed, for any length and any number of them. Frames between them that no other needs
+    are not decoded.
+
+    Args:
+        numbers: from 0, ascending; one may repeat.
+
+    Raises:
+        DecodeError: it is damaged, above its bounds, or of another number or size of frames than its header says.
+        MemoryShortage, MissingLibrary: this machine cannot decode it.
+    """
+    assert all(before <= after for before, after in pairwise(numbers)), f"frames {numbers} are not ascending"
+    return _decode(raw, lambda packets, _: numbers, bounds, exact=True)
 
 
 def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[torch.Tensor]:
-    """Yield the frames at the middle of `count` equal parts of a video, uint8 [3, H, W], RGB, upright, in order.
+    """Yield the frames at the middle of `count` equal parts of a video, as `decode_frames` does.
 
-    A long frame may repeat.
-
-    Raises:
-        DecodeError: it is damaged, above its bounds, or of another length or size than its header says.
-        MemoryShortage, MissingLibrary: this machine cannot decode it.
+    A long frame may repeat. The frame before takes the place of one that the decoder leaves out.
     """
-    header = parse_video_header_bytes(raw)
-    if header is None:
-        raise DecodeError(f"no header of a video that can be decoded in {len(raw)} bytes")
+
+    def middles(packets: Packets, unit: Fraction) -> Iterator[int]:
+        for part in range(count):
+            middle = packets.times[0] + Fraction(2 * part + 1, 2 * count) * packets.seconds / unit
+            yield bisect_right(packets.times, middle) - 1  # the last frame that has started by then
+
+    return _decode(raw, middles, bounds, exact=False)
+
+
+def _decode(
+    raw: bytes, choose: Callable[[Packets, Fraction], Iterable[int]], bounds: Bounds, exact: bool
+) -> Iterator[torch.Tensor]:
+    """Yield the frames whose numbers `choose` returns, from the packets and the unit of their times in seconds."""
+    try:
+        header = read_video_header(reader_of(raw), len(raw))
+    except DecodeError as error:
+        raise DecodeError(f"no header of a video that can be decoded in {len(raw)} bytes: {error}") from error
     excess = bounds.excess_of_extent("image", header.height, header.width)
     if excess := excess or bounds.excess("seconds", header.milliseconds / 1000):
         raise DecodeError(excess)
@@ -53,15 +69,21 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     decoder = None
     try:
         with _opened(av, raw, header) as file:
-            packets = _packets(file, header)
-            unit = file.streams.video[0].time_base
-        _require_length(packets, header)
+            stream = video_stream(file)
+            packets, unit = scan_packets(file, stream, header.container), Fraction(stream.time_base)
+        times = packets.times
+        if len(times) != header.frames:
+            raise DecodeError(f"its header says that it has {header.frames} frames, and it has {len(times)}")
         decoder = _Decoder(av, raw, header, packets.keys)
-        for at in range(count):
-            middle = Fraction((2 * at + 1) * header.milliseconds, 2000 * count)
-            # the last frame that has started by then
-            place = bisect_right(packets.shown, packets.shown[0] + middle / unit) - 1
-            yield _upright(decoder.frame_at(packets.shown[place]), header)
+        for number in choose(packets, unit):
+            if not 0 <= number < len(times):
+                raise DecodeError(f"it has {len(times)} frames, and none has the number {number}")
+            frame = decoder.frame_at(times[number])
+            near = times[max(number - 1, 0) : number + 2]
+            if exact and (frame.pts != times[number] or near.count(times[number]) > 1):
+                at = f"at {float((times[number] - times[0]) * unit):.2f} s"
+                raise DecodeError(f"frame {number} {at} cannot be decoded, or another one is at the same time")
+            yield _upright(frame, header)
     except DecodeError:
         raise
     except Exception as error:  # av.FFmpegError and others: the bytes are damaged
@@ -74,44 +96,16 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
 def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
     # Limited, because libavformat decodes the first frames at any size.
     largest = {"max_pixels": str(header.height * header.width + _CODED_MORE)}
-    file = av.open(io.BytesIO(raw), format=header.container, options=largest, io_open=open_no_other_file)
-    context = file.streams.video[0].codec_context
+    file = av.open(
+        io.BytesIO(raw),
+        format=header.container,
+        options=largest,
+        io_open=open_no_other_file,
+    )
+    context = video_stream(file).codec_context
     context.thread_count = 1  # samples are decoded in parallel already
     context.options = {"err_detect": "explode"} | largest  # raise an error instead of concealing damage
     return file
-
-
-def _packets(file: Any, header: VideoHeader) -> _Packets:
-    stream = file.streams.video[0]
-    # A Matroska file is as long as its longest track.
-    streams = [stream] if header.container == "mov" else [*file.streams.video, *file.streams.audio]
-    shown, keys, ends, longest = [], [], [Fraction(0)], Fraction(0)
-    for packet in file.demux(streams):
-        if packet.pts is None or packet.is_discard:
-            continue
-        ends.append((packet.pts + (packet.duration or 0)) * packet.time_base)
-        if packet.stream_index != stream.index:
-            continue
-        longest = max(longest, (packet.duration or 0) * packet.time_base)
-        shown.append(packet.pts)
-        if packet.is_keyframe:
-            # MP4 files seek by decoding time.
-            keys.append((packet.pts, packet.dts if header.container == "mov" else packet.pts))
-    if not shown or not keys:
-        raise DecodeError("no frame in it")
-    shown.sort()
-    steps = (after - before for before, after in zip(shown[:-1], shown[1:], strict=True))
-    longest = max(longest, max(steps, default=0) * stream.time_base)
-    return _Packets(shown, sorted(keys), max(ends) - shown[0] * stream.time_base, longest)
-
-
-def _require_length(packets: _Packets, header: VideoHeader) -> None:
-    """Raise DecodeError unless the length matches the header, from which the number of frames was planned."""
-    stated = Fraction(header.milliseconds, 1000)
-    if abs(packets.end - stated) > stated / 50 + 2 * packets.longest:
-        raise DecodeError(
-            f"its header says that it lasts {float(stated):.2f} s, and its frames end after {float(packets.end):.2f} s"
-        )
 
 
 class _Decoder:
@@ -123,10 +117,10 @@ class _Decoder:
         self._begin()
 
     def frame_at(self, time: int) -> Any:
-        """Return the frame at a time, which must not decrease between calls. Raises DecodeError."""
+        """Return the last frame at or before a time, which must not decrease between calls. Raises DecodeError."""
         key = self._keys[max(bisect_right(self._keys, time, key=lambda key_frame: key_frame[0]) - 1, 0)]
         if self._jumps and key[0] > self._reached:
-            self._file.seek(key[1], stream=self._file.streams.video[0])
+            self._file.seek(key[1], stream=video_stream(self._file))
             self._frames, self._frame, self._next = self._decoded(), None, None
             self._reached = key[0]
         while self._frame is None or self._frame.pts < time:
@@ -139,7 +133,7 @@ class _Decoder:
                 break
             self._frame = frame
             self._reached = max(self._reached, frame.pts)
-        if self._frame is not None:
+        if self._frame is not None and (self._frame.pts == time or not self._jumps):
             return self._frame
         if not self._jumps:
             raise DecodeError("a frame of it cannot be decoded")
@@ -158,7 +152,7 @@ class _Decoder:
         self._reached = self._keys[0][0]
 
     def _decoded(self) -> Iterator[Any]:
-        for frame in self._file.decode(video=0):
+        for frame in self._file.decode(video_stream(self._file)):
             if frame.is_corrupt:
                 raise DecodeError(f"the frame at {float(frame.time or 0):.2f} s is damaged")
             if frame.pts is not None:

@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 
 from data.errors import reason_of
-from data.index.shard_index import Member, Rows, ShardIndex, video_size
+from data.index.shard_index import Member, Rows, ShardIndex, unpack_video
 from data.media.options import Bounds
+from data.media.video_packets import milliseconds_of
 from data.order.load_balance import MediaItems
 from data.order.order import splitmix
 from data.order.packing import whole_work
@@ -233,10 +234,11 @@ class SampleTable:
         first, second = (members[name].astype(np.int64) for name in ("first", "second"))
         times, usable = np.ones(len(members), dtype=np.int64), np.ones(len(members), dtype=bool)
         if is_video.any():
-            milliseconds = second[is_video]
+            height, width, *length = unpack_video(first[is_video], second[is_video])
+            milliseconds = milliseconds_of(*length)
             usable[is_video] = (milliseconds > 0) & (milliseconds / 1000 <= self._bounds.seconds)
             times[is_video] = self._sampling.counts(milliseconds)
-            first[is_video], second[is_video] = video_size(first[is_video])
+            first[is_video], second[is_video] = height, width
         return [first, second], times, usable
 
     def _arranged(
@@ -314,7 +316,7 @@ def other_members(members: Sequence[Member], fields: Fields = NO_FIELDS) -> Othe
     return OtherMembers(names, [] if fields != NO_FIELDS else [name for name, _ in unread(extensions)])
 
 
-_UNREADABLE = {"video": ", is cut off, or does not say how long it is", "audio": ", or is cut off"}
+_UNREADABLE = {"video": ", or is cut off (`mimo-train shards verify` says why)", "audio": ", or is cut off"}
 
 
 def _why_unreadable(member: Member) -> str:

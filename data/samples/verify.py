@@ -8,7 +8,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from data.errors import OF_THE_MACHINE, ReadError, ShardError, reason_of
-from data.index.shard_index import Member, ShardIndex
+from data.index.shard_index import Member, ShardIndex, pack_video
 from data.media.audio import decode_audio
 from data.media.decode import decode_image_file
 from data.media.video import decode_video
@@ -122,7 +122,8 @@ def shared_media(trained: ShardDataset, held_out: ShardDataset, first: int) -> S
 
 def _size(member: Member) -> tuple[int, int, int]:
     if member.kind == "video":
-        return member.size, member.height << 32 | member.width, member.milliseconds
+        length = member.frames, member.rate, member.rate_base
+        return (member.size, *pack_video(member.height, member.width, *length))
     return (member.size, *member.extent)
 
 

@@ -1,0 +1,60 @@
+"""Times of the frames of a video, from its packets: the file is read, and nothing is decoded."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from data.errors import DecodeError
+
+_HIDDEN = 0x10  # set in the first byte of a VP8 packet with a visible frame (RFC 6386, section 9.1)
+
+
+class Packets(NamedTuple):
+    """Times in the packets of a stream, in its `time_base`."""
+
+    times: list[int]
+    """Presentation times of its frames, ascending, without those that are never presented."""
+    keys: list[tuple[int, int]]
+    """(presentation time, time to seek) of every key frame, ascending."""
+    seconds: Fraction
+    """Time from the first frame to the end of the last; 0 for one frame without a duration."""
+
+
+def video_stream(file: Any) -> Any:
+    """Return the first video stream of a PyAV container that is not a cover image. Raises DecodeError."""
+    for stream in file.streams.video:
+        if not stream.disposition & type(stream.disposition).attached_pic:
+            return stream
+    raise DecodeError("no video track in it")
+
+
+def scan_packets(file: Any, stream: Any, container: str) -> Packets:
+    """Read the packets of a stream of a PyAV container. Raises DecodeError without a frame."""
+    times, keys, last = list[int](), list[tuple[int, int]](), (0, 0)
+    has_hidden_frames = stream.codec_context.name == "vp8"
+    for packet in file.demux(stream):
+        if packet.pts is None or packet.is_discard:
+            continue
+        if has_hidden_frames and packet.size and not memoryview(packet)[0] & _HIDDEN:
+            continue
+        last = max(last, (packet.pts, packet.duration or 0)) if times else (packet.pts, packet.duration or 0)
+        times.append(packet.pts)
+        if packet.is_keyframe:
+            # MP4 files seek by decoding time.
+            keys.append((packet.pts, packet.dts if container == "mov" else packet.pts))
+    if not times or not keys:
+        raise DecodeError("no frame in it")
+    times.sort()
+    between = Fraction(times[-1] - times[0], max(len(times) - 1, 1))
+    length = last[0] - times[0] + (last[1] or between)
+    return Packets(times, sorted(keys), length * Fraction(stream.time_base))
+
+
+def milliseconds_of(frames: Any, numerator: Any, denominator: Any) -> Any:
+    """Return the length of videos, integers or int64 arrays: at least 1, and 0 without frames. The rate is `numerator`
+    / `denominator` frames per second; all are below 2^31."""
+    numerator = numerator + (numerator == 0)
+    seconds, rest = divmod(frames * denominator, numerator)
+    milliseconds = 1000 * seconds + 1000 * rest // numerator
+    return milliseconds + ((milliseconds == 0) & (frames > 0))
