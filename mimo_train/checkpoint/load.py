@@ -7,6 +7,8 @@ ended. Contents are verified by hash during the read. Random generators are rest
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE, is_adapter
 from mimo_train.layout.ranks import RunLayout
 from mimo_train.models.lora.adapters import start_magnitudes
+from mimo_train.optim.group_optimizer import EMA
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel import device
 from mimo_train.parallel.collectives import agreed
@@ -45,12 +48,17 @@ def load_checkpoint(
     optimizer: ModuleOptimizer | None = None,
     schedulers: Any = None,
     train_state: Any = None,
+    *,
+    ema: bool = False,
 ) -> dict[str, Any]:
     """Load the model from `folder`, and if given optimizer, schedules, train state and generators. Collective.
 
     Without an optimizer, modules that this run lacks are skipped, and adapters may be missing: they keep their values,
     except magnitudes, which follow the loaded weights. Weights that the checkpoint leaves out must be in the model
-    already: their fingerprint is compared.
+    already: their fingerprint is compared. Averages that the checkpoint lacks start from the weights (`optim.ema`).
+
+    Args:
+        ema: read the averages of weights where the checkpoint has them, instead of the weights. Without an optimizer.
 
     Returns:
         The checkpoint's record; its `rerun` is this rank's state, None at another layout.
@@ -72,15 +80,19 @@ def load_checkpoint(
     require_used(shards, reader, folder, None if optimizer else layout.modules)
     require_stored(wanted, reader, folder)
     by_parameter = {id(shard.tensor): shard for shard in shards}
-    require_states(((by_parameter[id(part.parameter)], [*part.values]) for part in updated), reader, folder)
+    states = [(by_parameter[id(part.parameter)], part, state) for part in updated for state in part.values]
+    is_stored = [state != EMA or shard.key(state) in reader.index.pieces for shard, _, state in states]
+    saved = [*compress(states, is_stored)]
+    require_states(((shard, [state]) for shard, _, state in saved), reader, folder)
     with agreed(), damage_named(folder):
-        states = [
-            (by_parameter[id(part.parameter)].key(state), span, values)
-            for part in updated
-            for state in part.values
-            for span, values in part.spans(by_parameter[id(part.parameter)], state)
+        targets = [
+            (shard.key(state), span, values)
+            for shard, part, state in saved
+            for span, values in part.spans(shard, state)
         ]
-        fill(reader, [*weight_targets((shard, shard.key()) for shard in wanted), *states])
+        fill(reader, [*weight_targets((shard, weight_key(shard, reader, ema=ema)) for shard in wanted), *targets])
+        for _, part, _ in compress(states, map(not_, is_stored)):  # `optim.ema` is new in this run
+            part.values[EMA].copy_(part.values[WEIGHT])
         for part in updated:
             part.stored()
         rng = rerun = None
@@ -100,6 +112,11 @@ def load_checkpoint(
     if rng is not None:
         device.set_rng_state(rng)
     return {**record, "rerun": rerun}
+
+
+def weight_key(shard: LocalShard, reader: Reader, *, ema: bool) -> Key:
+    """Return the key of a tensor, with `ema` that of its average if there is one."""
+    return key if ema and (key := shard.key(EMA)) in reader.index.pieces else shard.key()
 
 
 def load_weights(folder: Place, layout: RunLayout, model: list[MegatronModule]) -> None:

@@ -49,6 +49,11 @@ def add_trust(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_ema(command: argparse.ArgumentParser) -> None:
+    """Add the option that reads the average of the weights."""
+    command.add_argument("--ema", action="store_true", help="read the average of the weights (optim.ema of the run)")
+
+
 def add_layout(command: argparse.ArgumentParser) -> None:
     """Add the options of the ranks that a trained model is opened on; see `evaluation.layouts.with_layout`."""
     command.add_argument(

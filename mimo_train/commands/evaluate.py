@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mimo_train.commands import evaluate_tasks
 from mimo_train.commands.arguments import (
     add_command,
+    add_ema,
     add_layout,
     add_model,
     add_sampling,
@@ -79,6 +80,7 @@ def add(commands: Any) -> None:
     option("--output", metavar="DIR", help="folder of the files (default: a new one in RUN/evaluations)")
     option("--predictions", type=Path, metavar="FILE", help="file of the predictions (default: predictions.jsonl)")
     add_sampling(command)
+    add_ema(command)
     add_trust(command)
     evaluate_tasks.add_options(command)
 
@@ -113,6 +115,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         processes=args.processes or started,
         micro_batch_size=args.batch,
         merge=False,
+        ema=args.ema,
     )
     cfg, sets = source.cfg, []
     if cfg.traits.value_head and (args.prompts or tasks):
@@ -195,7 +198,8 @@ def _answer(args: argparse.Namespace, source: "Source", output: Path) -> None:
 
     file, out = PromptFile(args.prompts), args.predictions or output / "predictions.jsonl"
     sampling = sampling_of(args)
-    facts = {"checkpoint": str(source.folder), "max_new_tokens": args.max_new_tokens, **asdict(sampling)}
+    facts = {"checkpoint": str(source.folder), "ema": args.ema, "max_new_tokens": args.max_new_tokens}
+    facts |= asdict(sampling)
     with _opened(source) as model:
         answerer = Answerer(model.cfg, model.pipeline, model.tokenizer, sampling, args.max_new_tokens)
         continues = not source.cfg.encoders and model.tokenizer.template.is_own
@@ -239,6 +243,7 @@ def _measure(args: argparse.Namespace, source: "Source", sets: "list[HeldOutSet]
             "settings": {
                 "task": cfg.train.task,
                 "metrics": args.metric,
+                "ema": args.ema,
                 "layout": args.layout or f"processes={dist.get_world_size()}",
                 "limit": args.limit,
                 "micro_batch_size": cfg.train.micro_batch_size,

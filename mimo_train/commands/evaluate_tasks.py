@@ -78,7 +78,7 @@ def evaluate_tasks(args: argparse.Namespace, source: Source, sets: list[HeldOutS
 
             python, arguments = vllm_python(args.vllm), shlex.split(args.vllm_arguments)
             tokenizer = tokenizer_of(source.cfg)
-            server = served(source.folder, python, trust_code=args.trust_code, arguments=arguments)
+            server = served(source.folder, python, trust_code=args.trust_code, arguments=arguments, ema=args.ema)
             backend = stack.enter_context(server)
         else:
             from mimo_train.evaluation.benchmarks.model import ModelAnswers
@@ -106,7 +106,12 @@ def evaluate_tasks(args: argparse.Namespace, source: Source, sets: list[HeldOutS
             for metric, value in metrics.items():
                 print(f"{name + ' ' + metric:40} {value:.6g}")
         output.mkdir(parents=True, exist_ok=True)
-        facts = {"checkpoint": str(source.folder), "backend": args.backend, "limit": args.limit or None}
+        facts = {
+            "checkpoint": str(source.folder),
+            "ema": args.ema,
+            "backend": args.backend,
+            "limit": args.limit or None,
+        }
         text = json.dumps({**facts, "tasks": values, "failed": failed}, indent=2)
         (output / "tasks.json").write_text(text + "\n")
         print(f"results: {output / 'tasks.json'}", flush=True)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mimo_train.commands.arguments import about_files, above_zero, add_command, add_trust
+from mimo_train.commands.arguments import about_files, above_zero, add_command, add_ema, add_trust
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -41,6 +41,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--private", action="store_true", help="make that repository private")
     command.set_defaults(usage_error=command.error)
+    add_ema(command)
     add_trust(command)
     command.add_argument(
         "--file-gigabytes", type=above_zero, default=5, metavar="N", help="largest file, in 10^9 bytes (default: 5)"
@@ -53,11 +54,14 @@ def _export(args: argparse.Namespace) -> int:
     from data.storage.url import place_of
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.resume.same_run import recorded_config
+    from mimo_train.evaluation.generation.source import require_average
     from mimo_train.hf.push import make_repository, push
     from mimo_train.logging.rank_log import adopt_torch, divert_command
 
     folder = folders.in_folder(place_of(args.checkpoint), "CHECKPOINT")
     cfg = recorded_config(folder, trust_code=args.trust_code, weights=True)
+    if args.ema:
+        require_average(cfg, folder)
     if args.push_to_hub:  # before the export, which takes its time
         make_repository(args.push_to_hub, private=args.private)
     run_dir = folders.run_of(folder)
@@ -78,6 +82,7 @@ def _export(args: argparse.Namespace) -> int:
             largest_file=int(args.file_gigabytes * 10**9),
             merge=args.merge,
             base_model=args.base_model,
+            ema=args.ema,
             announce=lambda form: print(form, flush=True),
         )
     for directory in written:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mimo_train.commands.arguments import (
     add_command,
+    add_ema,
     add_model,
     add_sampling,
     add_trust,
@@ -80,6 +81,7 @@ def add(commands: Any) -> None:
         "--system; else chat",
     )
     add_sampling(command)
+    add_ema(command)
     add_trust(command)
 
 
@@ -98,7 +100,7 @@ def _generate(args: argparse.Namespace) -> int:
         if not file.is_file():  # before a model is loaded
             raise UserError(f"--{kind}: no file {file}")
     place = place_of(located(args.checkpoint, "CHECKPOINT"))
-    source = open_source(place, trust_code=args.trust_code, seconds=_longest(media))
+    source = open_source(place, trust_code=args.trust_code, seconds=_longest(media), ema=args.ema)
     options = {"--chat": chat, "--system": args.system, "media": media}
     asking = [name for name, is_given in options.items() if is_given]  # what only a conversation has
     if args.prompt_format == "text" and asking:

@@ -66,6 +66,8 @@ class OptimConfig(Section):
     """Decay rate of the momentum of `muon`."""
     moments: str = key("fp32", choices=MOMENTS)
     """Precision of moments: `fp32`, `bf16` or `8bit`. See docs/configuration.md#optimizers."""
+    ema: float = key(0.0, at_least=0, below=1, zero_means="no average")
+    """Decay rate of an average of the weights, in fp32; 0: no average. See docs/configuration.md#average-of-weights."""
     clip_grad: float = key(1.0, at_least=0)
     """Largest gradient norm over all modules without `clip_grad` of their own; 0: no clipping."""
     loss_scale: float = key(0.0, at_least=0, at_most=MOST_SCALE, zero_means="dynamic")
@@ -150,6 +152,8 @@ class ModuleOptimConfig(Section):
     """As `optim.weight_decay`."""
     moments: str | None = key(None, choices=MOMENTS)
     """As `optim.moments`: `fp32`, `bf16` or `8bit`."""
+    ema: float | None = key(None, at_least=0, below=1)
+    """As `optim.ema`: the decay rate of an average of the weights; 0: no average."""
     clip_grad: float | None = key(None, at_least=0)
     """Largest gradient norm of this module, clipped apart from the others; 0: no clipping."""
     projector_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)

@@ -73,12 +73,13 @@ class StageMemory:
     memory: Memory
 
 
-def parameter_memory(count: ParameterCount, precision: str, dp: int, moments: float = 8.0) -> Memory:
+def parameter_memory(count: ParameterCount, precision: str, dp: int, states: float = 8.0) -> Memory:
     """Return weights, gradients and optimizer states of the parameters of one rank. Bytes per trained parameter with
     Megatron-Core's distributed optimizer over `dp` ranks and Adam (its "Distributed Optimizer" page): fp32 4 + 4 + 8 /
     dp (two moments); bf16 2 + 4 + 12 / dp (fp32 gradients; fp32 master weights and two moments). Without the
-    distributed optimizer dp is 1. A frozen parameter is only a weight. `moments`: bytes of a parameter's moments."""
-    states = moments if precision == "fp32" else 4 + moments
+    distributed optimizer dp is 1. A frozen parameter is only a weight. `states`: bytes of a parameter's moments and of
+    the average of its weight."""
+    states += 0 if precision == "fp32" else 4
     return Memory(
         weights=count.total * BYTES[precision],
         gradients=count.trainable * 4,
@@ -94,8 +95,21 @@ MOMENTS = {"adamw": 2, "muon": 1, "lion": 1, "adafactor": 0}
 of Adafactor, and the moments of vectors with both, are not counted."""
 
 
-def _moment_bytes(optim: OptimConfig, name: str) -> float:
-    return MOMENTS[name] * MOMENT_BYTES[optim.moments]
+def _state_bytes(optim: OptimConfig, name: str) -> float:
+    """Return the bytes of a parameter's moments with optimizer `name`, and of the average of its weight."""
+    return MOMENTS[name] * MOMENT_BYTES[optim.moments] + (4 if optim.ema else 0)
+
+
+def states_text(cfg: ConfigContainer) -> str:
+    """Return what each module's optimizer keeps of a parameter; empty if it is the moments of AdamW in fp32."""
+    optims = {name: cfg.optim_of(name) for name in cfg.modules}
+    if all((optim.name, optim.moments, optim.ema) == ("adamw", "fp32", 0) for optim in optims.values()):
+        return ""
+    averages = {name: " and an average of weights" if optim.ema else "" for name, optim in optims.items()}
+    texts = [
+        f"{optim.name} with moments in {optim.moments}{averages[name]} of {name}" for name, optim in optims.items()
+    ]
+    return ", ".join(texts)
 
 
 def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0) -> list[StageMemory]:
@@ -126,16 +140,16 @@ def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sampl
     experts = counts.pop("experts", ParameterCount(0, 0))
     dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
     optim, replicas, gathered = cfg.optim_of(name), module.dp * module.cp if divided else 1, 0
-    moments = _moment_bytes(optim, optim.name)
-    memory = parameter_memory(dense, cfg.train.precision, replicas, moments)
+    states = _state_bytes(optim, optim.name)
+    memory = parameter_memory(dense, cfg.train.precision, replicas, states)
     if module.fsdp:
         shards = sharded_bytes(cfg, name, dense, module.dp)
-        states = math.ceil(dense.trainable * moments / module.dp)
-        memory, gathered = Memory(shards.weights, shards.gradients, states), shards.gathered
-    memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1, moments)
+        of_rank = math.ceil(dense.trainable * states / module.dp)
+        memory, gathered = Memory(shards.weights, shards.gradients, of_rank), shards.gathered
+    memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1, states)
     if name == LANGUAGE and optim.name == "muon" and dense.trainable == dense.total:
         vocabulary = vocabulary_parameters(cfg.llm, vocab, module.tp, stage, module.pp)
-        more = vocabulary * (_moment_bytes(optim, "adamw") - moments)
+        more = vocabulary * (_state_bytes(optim, "adamw") - states)
         memory += Memory(optimizer=math.ceil(more / replicas))
     copies = {"tp": module.tp, "stages": module.pp, "vpp": module.vpp, "ep": module.ep, "etp": module.etp}
     memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, **copies))

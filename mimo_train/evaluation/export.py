@@ -54,6 +54,7 @@ def export(
     largest_file: int,
     merge: bool,
     base_model: str = "",
+    ema: bool = False,
     announce: Callable[[str], None] = lambda form: None,
 ) -> tuple[list[Exported], str]:
     """Write the model of a checkpoint. On one process.
@@ -67,6 +68,7 @@ def export(
         merge: merge adapters into the weights instead of writing them separately.
         base_model: model name in the adapters' files. Empty: its name in the hub if its folder is in the hub's cache,
             else the folder; readers resolve a relative one from their own working directory.
+        ema: write the average of the weights, where the checkpoint has one.
         announce: called before anything is written, with what will be.
 
     Returns:
@@ -88,13 +90,13 @@ def export(
         undrawn = parts_there(run.cfg)
     built = build_parts(run, *start_processes(run.cfg), undrawn=undrawn)
     if LEFT_OUT in record:
-        load_model(checkpoint, run.cfg, built.pipeline, built.tokenizer)
+        load_model(checkpoint, run.cfg, built.pipeline, built.tokenizer, ema=ema)
     (chunk,) = built.pipeline.model
     if LEFT_OUT not in record:
         shards = [*shards_of_model([chunk])]
         require_stored(shards, reader, checkpoint)
         require_used(shards, reader, checkpoint, None)
-    stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)
+    stored = Stored(chunk, None if LEFT_OUT in record else checkpoint, ema=ema)
     documents, reason = documents_of(run.cfg, built.tokenizer)
     adapters = {} if merge else _adapters(run.cfg, documents, stored)
     if base_model and len(adapters) != 1:

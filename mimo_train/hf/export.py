@@ -15,6 +15,7 @@ from data.storage.url import Place
 from encoders.weight_map import Rule, WeightMap, spelt, stored_stack
 from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.read import Reader, Wanted
+from mimo_train.checkpoint.load import weight_key
 from mimo_train.checkpoint.local_shards import shards_of_model
 from mimo_train.config.parts import is_adapter
 from mimo_train.hf.directory import write_config, write_json
@@ -33,15 +34,16 @@ class Stored:
         modules: modules of the model by name.
     """
 
-    def __init__(self, chunk: MegatronModule, folder: Place | None):
+    def __init__(self, chunk: MegatronModule, folder: Place | None, *, ema: bool = False):
         """Match a model with a checkpoint.
 
         Args:
             chunk: the model; its tensors provide names and shapes.
             folder: checkpoint to read values from; None if the model has the values.
+            ema: read averages of weights where the checkpoint has them.
         """
         self.modules = {name: unwrap_model(module) for name, (module,) in modules_of([chunk]).items()}
-        self._folder, self._reader = folder, None
+        self._folder, self._reader, self._ema = folder, None, ema
         if folder is not None:
             with damage_named(folder):
                 self._reader = Reader(folder)
@@ -56,10 +58,11 @@ class Stored:
         if self._folder is None or self._reader is None:
             return tensor.detach().cpu()
         shard = self._held[id(tensor)]
-        value = torch.empty(tensor.shape, dtype=self._reader.dtype(shard.key()))
+        key = weight_key(shard, self._reader, ema=self._ema)
+        value = torch.empty(tensor.shape, dtype=self._reader.dtype(key))
         spans = shard.spans(0, value.numel())
         with damage_named(self._folder):
-            self._reader.fill(Wanted(shard.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
+            self._reader.fill(Wanted(key, span, value.view(-1)[first:last]) for first, last, span in spans)
         return value
 
 

@@ -24,6 +24,9 @@ from mimo_train.optim.shards import Shard
 ALGORITHM, MOMENTS, MOMENTUM, IS_WAITING = "algorithm", "moments", "momentum", "is_waiting"
 """Keys of a parameter group: an `optim.name`; `optim.moments`; `optim.momentum`; true until the group is trained."""
 
+EMA = "ema"
+"""Key of a parameter group: `optim.ema`. Also the state with the average of a weight."""
+
 FACTORS = {ROWS: 0, COLUMNS: 1}
 """States that have an entry for each row or column of a matrix, with the dimension."""
 
@@ -105,18 +108,22 @@ class GroupOptimizer(torch.optim.Optimizer):
             return
         if algorithm == "adafactor":
             adafactor.add_states(state, self.shards[parameter], parameter)
-            return
-        for name in _STATES[algorithm]:
+        for name in _STATES.get(algorithm, ()):
             moments.add_moment(state, name, parameter, group[MOMENTS])
+        if group.get(EMA):
+            state[EMA] = parameter.detach().clone()
 
     def read_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the states of a parameter by name, flat: the tensors themselves, or copies on the host of those in 8
         bit."""
-        state = self.state[parameter]
-        if any(name.endswith(SCALE) for name in state):
-            state = {name: value.cpu() for name, value in state.items()}
-            return {name: moments.read(state, name) for name in state if not name.endswith(SCALE)}
-        return {name: value.view(-1) for name, value in state.items()}
+        state, values = self.state[parameter], {}
+        for name, value in state.items():
+            if name + SCALE in state:
+                on_host = {each: state[each].cpu() for each in (name, name + SCALE)}
+                values[name] = moments.read(on_host, name)
+            elif not name.endswith(SCALE):
+                values[name] = value.view(-1)
+        return values
 
     def write_states(self, parameter: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         """Set states from the copies among `values` of `read_states`."""
@@ -138,17 +145,19 @@ class GroupOptimizer(torch.optim.Optimizer):
             for parameter in parameters:
                 self._add_states(group, parameter)
             states = [self.state[parameter] for parameter in parameters]
-            if not is_collective:
+            if is_collective:
+                numbers = [id(self.shards[parameter].parameter) for parameter in parameters]
+                _OF_MATRICES[group[ALGORITHM]](
+                    group,
+                    dict(zip(numbers, parameters, strict=True)),
+                    dict(zip(numbers, states, strict=True)),
+                    self._by_group[number],
+                    factor,
+                )
+            else:
                 _ELEMENTWISE[group[ALGORITHM]](group, parameters, states, factor)
-                continue
-            numbers = [id(self.shards[parameter].parameter) for parameter in parameters]
-            _OF_MATRICES[group[ALGORITHM]](
-                group,
-                dict(zip(numbers, parameters, strict=True)),
-                dict(zip(numbers, states, strict=True)),
-                self._by_group[number],
-                factor,
-            )
+            if group.get(EMA) and parameters:
+                torch._foreach_lerp_([state[EMA] for state in states], parameters, 1 - group[EMA])
 
 
 def install() -> None:

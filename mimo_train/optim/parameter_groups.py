@@ -14,7 +14,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_optim import OptimConfig
 from mimo_train.models.freeze import matching_parameters
 from mimo_train.models.parameters import global_names, mark
-from mimo_train.optim.group_optimizer import ALGORITHM, MOMENTS, MOMENTUM
+from mimo_train.optim.group_optimizer import ALGORITHM, EMA, MOMENTS, MOMENTUM
 from mimo_train.optim.module_optimizer import RELEASE
 from mimo_train.optim.schedules import rates_of
 
@@ -67,7 +67,8 @@ def group_overrides(
 
 
 def _algorithm(optim: OptimConfig, is_matrix: bool) -> dict[str, Any]:
-    """Return the optimizer of a parameter and the precision of its moments, where they are not AdamW and fp32."""
+    """Return the optimizer of a parameter, the precision of its moments and the decay rate of its average, where they
+    are not AdamW, fp32 and 0."""
     settings: dict[str, Any] = {}
     if optim.name == "muon" and is_matrix:
         settings = {ALGORITHM: "muon", MOMENTUM: optim.momentum}
@@ -75,6 +76,8 @@ def _algorithm(optim: OptimConfig, is_matrix: bool) -> dict[str, Any]:
         settings = {ALGORITHM: optim.name}
     if optim.moments != "fp32" and optim.name != "adafactor":
         settings[MOMENTS] = optim.moments
+    if optim.ema:
+        settings[EMA] = optim.ema
     return settings
 
 

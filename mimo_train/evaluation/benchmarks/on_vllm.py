@@ -35,13 +35,14 @@ def vllm_python(option: str = "") -> str:
 
 @contextmanager
 def served(
-    place: Place, python: str, *, trust_code: bool = False, arguments: Sequence[str] = ()
+    place: Place, python: str, *, trust_code: bool = False, arguments: Sequence[str] = (), ema: bool = False
 ) -> Iterator[VllmServer]:
     """Serve the model of a checkpoint, or a `transformers` directory as it is, while the context lasts.
 
     Args:
         python: see `vllm_python`.
         arguments: further arguments of `vllm serve`.
+        ema: serve the average of a checkpoint's weights.
 
     Raises:
         UserError: the job has several processes, the export is several directories, or vLLM cannot serve it.
@@ -55,18 +56,18 @@ def served(
         if not isinstance(place, Url) and is_directory_of_a_model(place):
             folder = place
         else:
-            dtype = _export(folders.in_folder(place, "CHECKPOINT"), folder, trust_code=trust_code)
+            dtype = _export(folders.in_folder(place, "CHECKPOINT"), folder, trust_code=trust_code, ema=ema)
         with interrupted_by_sigterm(), VllmServer(python, folder, dtype, Path(log), arguments) as server:
             yield server
     os.unlink(log)  # after an error it stays
 
 
-def _export(checkpoint: Place, to: Path, *, trust_code: bool) -> str:
+def _export(checkpoint: Place, to: Path, *, trust_code: bool, ema: bool) -> str:
     """Export a checkpoint with its adapters merged; returns vLLM's name of its dtype."""
     cfg = recorded_config(checkpoint, trust_code=trust_code, weights=True)
     merge = any(module.lora.rank for module in cfg.modules.values())
     try:
-        _, reason = export(checkpoint, cfg, to, dtype="", largest_file=5 * 10**9, merge=merge)
+        _, reason = export(checkpoint, cfg, to, dtype="", largest_file=5 * 10**9, merge=merge, ema=ema)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from data.storage.url import Place, Url
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.resume.same_run import recorded_config
+from mimo_train.config.errors import UserError
 from mimo_train.config.pretrained.config_of_directory import config_of_directory, is_directory_of_a_model
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
@@ -54,6 +55,7 @@ def open_source(
     micro_batch_size: int = 1,
     merge: bool = True,
     tokenizer: str = "",
+    ema: bool = False,
 ) -> Source:
     """Return the model in a folder: of a run (its newest checkpoint), a checkpoint, or a `transformers` model.
 
@@ -63,24 +65,38 @@ def open_source(
         layout, processes, micro_batch_size: see `on_ranks`.
         merge: merge adapters into the weights, as an export does. Otherwise they compute as in training.
         tokenizer: that of a `transformers` model without one.
+        ema: read the average of the weights, where the run has one.
 
     Raises:
-        UserError: there is no complete checkpoint, it is damaged, it names code that is not trusted, the directory's
-            model cannot be built, or there is no such layout.
+        UserError: there is no complete checkpoint, it is damaged or has no average, it names code that is not trusted,
+            the directory's model cannot be built, or there is no such layout.
     """
     if not isinstance(path, Url) and is_directory_of_a_model(path):
+        if ema:
+            raise UserError(f"--ema: {path} is a directory of transformers, which has no average of weights. Remove it")
         cfg = on_ranks(config_of_directory(path, seconds, tokenizer), layout, processes, micro_batch_size)
         return Source(path, cfg, partial(_load_directory, cfg, merge), None, True, undrawn=parts_there(cfg))
     folder = folders.in_folder(path, "CHECKPOINT")
     trained = recorded_config(folder, trust_code=trust_code)
+    if ema:
+        require_average(trained, folder)
     cfg = on_ranks(trained, layout, processes, micro_batch_size)
     run_dir = folders.run_of(folder)
     run_dir = None if isinstance(run_dir, Url) else run_dir
-    return Source(folder, cfg, partial(_load, folder, cfg, merge), run_dir, trained=trained)
+    return Source(folder, cfg, partial(_load, folder, cfg, merge, ema), run_dir, trained=trained)
 
 
-def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
-    """Read a checkpoint into a model with initial weights. Collective; raises as `store.load_checkpoint` does."""
+def require_average(cfg: ConfigContainer, folder: Place) -> None:
+    """Raise UserError if no module of a checkpoint has an average of its weights. `cfg`: the checkpoint's config."""
+    if not any(cfg.optim_of(name).ema for name in cfg.modules):
+        raise UserError(f"--ema: {folder} has no average of weights (its run has optim.ema=0). Remove --ema")
+
+
+def load_model(
+    folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer", *, ema: bool = False
+) -> None:
+    """Read a checkpoint into a model with initial weights. Collective; raises as `store.load_checkpoint` does. `ema`:
+    see `open_source`."""
     from mimo_train.checkpoint.folders import LEFT_OUT
     from mimo_train.checkpoint.load import load_base, load_checkpoint
     from mimo_train.checkpoint.load_modules import load_modules
@@ -94,13 +110,15 @@ def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokeni
         load_start_weights(pipeline.model)
         load_base(folder, pipeline.layout, pipeline.model)
         load_modules(cfg, pipeline.model, tokenizer.vocabulary_fingerprint)
-    load_checkpoint(folder, pipeline.layout, pipeline.model)
+    load_checkpoint(folder, pipeline.layout, pipeline.model, ema=ema)
 
 
-def _load(folder: Place, cfg: ConfigContainer, merge: bool, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+def _load(
+    folder: Place, cfg: ConfigContainer, merge: bool, ema: bool, pipeline: "Pipeline", tokenizer: "Tokenizer"
+) -> None:
     from mimo_train.models.lora.adapters import merge_lora
 
-    load_model(folder, cfg, pipeline, tokenizer)
+    load_model(folder, cfg, pipeline, tokenizer, ema=ema)
     if merge:
         merge_lora(pipeline.model)
 

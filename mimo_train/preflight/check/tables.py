@@ -21,6 +21,7 @@ from mimo_train.estimate.memory import (
     quantized_bytes,
     rank_memory,
     run_memory,
+    states_text,
 )
 from mimo_train.estimate.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.estimate.sharding import sharded_bytes
@@ -83,10 +84,8 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         f"recompute {', '.join([cfg.train.recompute, *recompute])}"
     ]
     notes += [text for name in cfg.modules if (text := _sharding_text(run, name, vocab or 0))]
-    optims = {name: cfg.optim_of(name) for name in cfg.modules}
-    states = [f"{optim.name} with moments in {optim.moments} of {name}" for name, optim in optims.items()]
-    if any((optim.name, optim.moments) != ("adamw", "fp32") for optim in optims.values()):
-        notes.append(f"optimizer: {', '.join(states)}")
+    if states := states_text(cfg):
+        notes.append(f"optimizer: {states}")
     for name, module in cfg.modules.items():
         if weights := quantized_parameters(name, module, cfg.llm.hidden_size)[0]:
             size = f"{weights:,} weights in 4 bits, {quantized_bytes(weights) / GIB:.3f} GiB in all layers"

@@ -41,6 +41,7 @@ _OPTIMIZERS = (
     "modules.language.llm.num_query_groups=2",
     "modules.images.optim.name=muon",
     "modules.images.optim.moments=bf16",
+    "optim.ema=0.9",
 )
 
 TABLES = {

@@ -33,6 +33,7 @@ def trained(digits, tmp_path_factory):
         "layout=two_processes",
         *USUAL_ADAM,
         "optim.lr=1e-2",
+        "modules.language.optim.ema=0.95",
         "modules.images.lora.rank=4",
         "modules.language.llm.dropout=0.1",  # of training only
         "train.iters=40",
@@ -80,6 +81,48 @@ def test_values_are_those_of_training_and_of_generated_answers(layout, trained, 
         assert not decodes or (scores["accuracy"] == scores["exact_match"] and prediction["references"])
     page = (tmp_path / "report.html").read_text()
     assert "eval/letters/loss" in page and page.count("data:image/png") > 10
+
+
+def _averages(folder: Path) -> tuple[list[str], set[str]]:
+    """Tensors that a model opened with `ema`, or its export, has other values of than the averages of its checkpoint,
+    or the weights without one; and the modules of averages."""
+    import torch
+
+    from mimo_train.checkpoint import folders
+    from mimo_train.checkpoint.format.read import Reader
+    from mimo_train.checkpoint.local_shards import shards_of_model
+    from mimo_train.evaluation.open_model import open_model
+    from mimo_train.hf.export import Stored
+
+    model = open_model(folder, merge=False, ema=True)
+    reader, wrong, modules = Reader(folders.newest(folder)), [], set()
+    stored = Stored(model.pipeline.model[0], model.folder, ema=True)
+    for shard in shards_of_model(model.pipeline.model):
+        expected = reader.whole(shard.key())
+        if shard.key("ema") in reader.index.pieces:
+            modules.add(shard.module)
+            expected = reader.whole(shard.key("ema"))
+            assert not expected.equal(reader.whole(shard.key())), shard.name
+        if not (expected.equal(shard.tensor.detach()) and expected.equal(stored.load(shard.tensor))):
+            wrong.append(shard.name)
+    torch.distributed.destroy_process_group()
+    return wrong, modules
+
+
+def test_ema_reads_the_average_of_weights_that_have_one(trained, tmp_path):
+    folder, line = trained
+    assert run_ranks(_averages, 1, folder) == [([], {"language"})]
+    results, _ = evaluated(folder, tmp_path, "--split", "test", "--ema")
+    assert results["settings"]["ema"] and results["metrics"]["test/loss"] != pytest.approx(line["test/loss"], rel=1e-3)
+
+
+def test_ema_requires_an_average():
+    from mimo_train.config.errors import UserError
+    from mimo_train.evaluation.generation.source import require_average
+    from tests.unit.configs import load
+
+    with pytest.raises(UserError, match="--ema: run has no average of weights .*optim.ema=0"):
+        require_average(load("vlm_digits"), Path("run"))
 
 
 def test_the_command_starts_its_ranks_and_names_the_one_that_dies(trained, tmp_path):
@@ -182,7 +225,8 @@ def test_prompts_of_a_file_are_answered_in_order_and_continued(trained, prompts,
     import hashlib
 
     checkpoint = str(folder / "checkpoints" / "step_00000040")
-    facts = {"checkpoint": checkpoint, "max_new_tokens": 6, "seed": None, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    facts = {"checkpoint": checkpoint, "ema": False, "max_new_tokens": 6}
+    facts |= {"seed": None, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
     identity = hashlib.sha256(prompts.read_bytes() + json.dumps(facts, sort_keys=True).encode()).hexdigest()
     (tmp_path / "again.jsonl.partial").write_text(f'{identity}\n{{"prediction": "kept"}}\n{{"cut off')
     assert answers("again.jsonl") == [{"prediction": "kept"}, *alone[1:]]
@@ -196,6 +240,8 @@ def _directory_evaluated(folder: Path, out: Path) -> list[tuple]:
 
     make_llava(out)
     options = ["evaluate", str(out), "--data", str(folder), "--limit", "10"]
+    code, text = command([*options, "--ema"])
+    assert code == 1 and "--ema: " in text
     plain = command([*options, "--output", str(out / "plain")])
     return [plain, command([*options, "--output", str(out / "texts"), "--metric", "accuracy", "--max-new-tokens", "4"])]
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mimo_train.checkpoint.format.index import WEIGHT, is_of_rank
+from mimo_train.checkpoint.format.read import Reader
 from tests.dist.layout_tables import WHOLE_STATES, Row, apart, same
 from tests.dist.parameters import largest_change, weights_of
 from tests.dist.ranks import run_ranks
@@ -77,20 +79,33 @@ def _determined(weights: dict) -> dict:
     return {name: value for name, value in weights.items() if not name.endswith("linear_qkv.bias")}
 
 
-def _resume(cfg, resumed) -> tuple[list[tuple], list[tuple]]:
-    """(loss, gradient norm) after a checkpoint, without a stop and resumed."""
+def _resume(cfg, resumed) -> tuple[list[list[tuple]], list[str]]:
+    """(loss, gradient norm) after a checkpoint, without a stop and resumed; checkpoints at both ends, and one as
+    soon as it is resumed."""
     run = Steps(cfg)
     run.train(SAVED)
-    folder = str(run.save())
-    rest = run.train(STEPS - SAVED)
-    again = Steps(replace(resumed, checkpoint=replace(resumed.checkpoint, resume=folder)))
-    return rest, again.train(STEPS - SAVED)
+    again = Steps(replace(resumed, checkpoint=replace(resumed.checkpoint, resume=str(run.save()))))
+    first, runs = str(again.save()), (run, again)
+    return [each.train(STEPS - SAVED) for each in runs], [*(str(each.save()) for each in runs), first]
 
 
-def test_moments_in_fewer_bytes_are_resumed_to_the_bit(digits, tmp_path):
-    small = ("modules.language.optim.name=lion", "modules.language.optim.moments=8bit")
+def _values(folder: str) -> dict:
+    """Every weight and state of a checkpoint."""
+    reader = Reader(Path(folder))
+    return {key: reader.whole(key) for key in reader.index.pieces if not is_of_rank(key)}
+
+
+def test_states_are_resumed_to_the_bit(digits, tmp_path):
+    small = ("modules.language.optim.name=lion", "modules.language.optim.moments=8bit", "optim.ema=0.9")
+    # The encoder's average begins after the checkpoint.
     small += ("modules.images.optim.name=muon", "modules.images.optim.moments=bf16")
-    cfg = run_config(digits, tmp_path / "run", SHARED, *small)
-    ranks = run_ranks(_resume, 4, cfg, replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "resumed"))))
-    rest, again = (whole([curves[index] for curves in ranks]) for index in (0, 1))
+    cfg = run_config(digits, tmp_path / "run", SHARED, *small, "modules.images.optim.ema=0")
+    ranks = run_ranks(_resume, 4, cfg, run_config(digits, tmp_path / "resumed", SHARED, *small))
+    rest, again = (whole([curves[index] for curves, _ in ranks]) for index in (0, 1))
     assert rest == again
+    values, resumed, first = map(_values, ranks[0][1])
+    assert {key.module for key in values if key.state == "ema"} == {"language"}
+    assert not [key for key in values if not values[key].equal(resumed[key])]
+    started = [key for key in first if key.module == "images" and key.state == "ema"]
+    assert started and all(first[key].equal(first[key._replace(state=WEIGHT)]) for key in started)
+    assert not any(resumed[key].equal(resumed[key._replace(state=WEIGHT)]) for key in started)

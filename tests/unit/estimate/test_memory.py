@@ -59,6 +59,7 @@ def test_what_families_keep_besides_by_hand():
         (("optim.name=muon",), 4, 8),
         (("optim.name=muon", "optim.moments=8bit"), 1 + 4 / 256, 2 + 8 / 256),
         (("optim.name=adafactor",), 0, 0),
+        (("optim.name=adafactor", "optim.ema=0.9"), 4, 4),
     ],
 )
 def test_states_of_optimizers_by_hand(options, of_matrices, of_embedding):

@@ -60,3 +60,18 @@ def test_lion_by_hand():
         optimizer.step()
         torch.testing.assert_close(weight.detach(), torch.tensor(expected))
     torch.testing.assert_close(optimizer.read_states(weight)["exp_avg"], torch.tensor([0.0094, -0.0099]))
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+def test_an_average_starts_as_the_weights_and_follows_them(algorithm):
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    group = {"params": [weight], "algorithm": algorithm, "moments": "8bit", "ema": 0.75}
+    optimizer, average = GroupOptimizer([group], lr=0.1), weight.detach().clone()
+    for _ in range(3):
+        weight.grad = torch.tensor([1.0, -1.0])
+        optimizer.step()
+        average = 0.75 * average + 0.25 * weight.detach()
+        torch.testing.assert_close(optimizer.read_states(weight)["ema"], average)
+    weight.grad = None  # as of a group that waits for its step
+    optimizer.step()
+    torch.testing.assert_close(optimizer.read_states(weight)["ema"], average)
