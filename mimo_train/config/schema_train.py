@@ -13,7 +13,7 @@ from mimo_train.config.tasks import TASKS
 RECOMPUTE = ("none", "selective", "full")
 """Values of `train.recompute`, besides parts of a layer."""
 
-RECOMPUTE_PARTS = ("attention", "mlp", "experts")
+RECOMPUTE_PARTS = ("attention", "mlp", "experts", "norms")
 """Parts of a layer that `train.recompute` names."""
 
 OFFLOAD = ("none", "layers")
@@ -75,7 +75,8 @@ class TrainConfig(Section):
     """Fused kernels of layers. See docs/performance.md#fusions."""
     recompute: str = "none"
     """Recompute activations in backward: `none`, `selective` (core attention), `full` (every layer), or parts of each
-    layer: `attention`, `mlp`, `experts`, joined by `+`. See docs/performance.md#recompute."""
+    layer: `attention`, `mlp`, `experts`, `norms` (in front of both), joined by `+`. See
+    docs/performance.md#recompute."""
     offload_activations: str = key("none", choices=OFFLOAD)
     """Keep what `layers` need for backward in the host's memory, or `none`. See
     docs/performance.md#activations-on-the-host."""

@@ -41,6 +41,8 @@ def torch_layers_because(cfg: ConfigContainer, name: str) -> str:
         return f"modules.{name} is a class of transformers as it is"
     if module.lora.rank > 0:
         return f"modules.{name}.lora.rank is {module.lora.rank}, and adapters require torch's layers"
+    if "norms" in recompute_parts(cfg.recompute_of(name)):
+        return f"recompute=norms of modules.{name} requires torch's layers"
     if name == LANGUAGE and cfg.bidirectional:
         return f"modules.{name} has tokens that see each other, whose mask requires torch's layers"
     if module.llm is not None:
@@ -188,6 +190,7 @@ def recompute_part_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         llm = module.llm
         missing = {
             "experts": "" if llm.num_experts else f"modules.{name}.llm.num_experts is 0",
+            "norms": "" if llm.pre_norms else f"modules.{name}.llm.pre_norms is false",
             "mlp": "all layers have experts" if llm.num_experts and not llm.dense_layers else "",
         }
         for part in parts:

@@ -8,6 +8,7 @@ one.
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -29,9 +30,11 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from megatron.core.utils import get_pg_rank
+from torch.autograd.graph import saved_tensors_hooks
 
 from mimo_train.config.errors import UserError
 from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema_train import recompute_parts
 from mimo_train.models.blocks.attention import module as attention
 from mimo_train.models.blocks.delta import module as delta
 from mimo_train.models.blocks.experts import module as experts
@@ -45,7 +48,7 @@ from mimo_train.models.lora.adapters import add_adapters, quantize_linears
 from mimo_train.models.lora.linear import linear_classes
 from mimo_train.models.norms import NormedAdd, ScaledAdd, norm_class
 from mimo_train.models.parameters import seed_for
-from mimo_train.models.recompute import recompute_blocks
+from mimo_train.models.recompute import NormOutputs, recompute_blocks
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -63,6 +66,7 @@ class SeededTransformerLayer(TransformerLayer):
         quantize_linears(self, f"{config.layers_name}.{self.layer_number - 1}", config)
         prepare_layer(self)
         recompute_blocks(self, config.recompute)
+        self._norm_outputs = NormOutputs.of(self, config.recompute)
         self._offload, self._is_first = config.offload, layer_number == 1
         self._is_parallel = getattr(config, "parallel_block", False)
         if self._is_parallel:
@@ -96,10 +100,15 @@ class SeededTransformerLayer(TransformerLayer):
             "rotary_pos_emb": rotary_pos_emb,
             "packed_seq_params": packed_seq_params,
         }
-        if self._offload is not None:
-            with self._offload.layer(self._is_first):
-                return self._run(hidden_states, inputs, options)
-        return self._run(hidden_states, inputs, options)
+        with self._saving():
+            return self._run(hidden_states, inputs, options)
+
+    def _saving(self) -> AbstractContextManager:
+        """Return the context in which autograd saves the tensors of a forward pass."""
+        if (self._offload is None and self._norm_outputs is None) or not torch.is_grad_enabled():
+            return nullcontext()
+        hooks = (_same, _same) if self._offload is None else self._offload.hooks(self._is_first)
+        return saved_tensors_hooks(*hooks) if self._norm_outputs is None else self._norm_outputs.recomputed(*hooks)
 
     def _run(self, hidden_states: torch.Tensor, inputs: dict[str, Any], options: dict[str, Any]) -> tuple:
         if self._dense:
@@ -107,6 +116,10 @@ class SeededTransformerLayer(TransformerLayer):
         if self._dense and self._dense.is_free and all(value is None for value in options.values()):
             return self._dense(hidden_states, **inputs), None
         return super().forward(hidden_states, **inputs, **options)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def use_transformer_engine(kind: str) -> bool:
@@ -144,8 +157,10 @@ _MODULES: dict[str, Callable[[TransformerConfig, bool], BlockModule]] = {
 
 def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool) -> ModuleSpec:
     """Return the spec of one layer of an encoder or a resampler, with the given attention mask. Layers with adapters or
-    windows are of the torch kind, since adapters extend Megatron-Core's linear layers."""
-    te = te and not config.lora.rank and getattr(config, "full_attention", None) is None
+    windows are of the torch kind, since adapters extend Megatron-Core's linear layers. So are those that recompute
+    their norms, which Transformer Engine fuses into linear layers."""
+    te = te and not (config.lora.rank or "norms" in recompute_parts(config.recompute))
+    te = te and getattr(config, "full_attention", None) is None
     layer = _joined(attention.build_attention(config, mask, te), mlp.build(config, te))
     if getattr(config, "layer_scale", 0):
         add = ModuleSpec(ScaledAdd, params={"config": config})
@@ -187,6 +202,7 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
     where it supports what the model needs."""
     layers = llm.layers()
     needs_torch = any(block.needs_torch(config.context_parallel_size) for layer in layers for block in layer.blocks)
+    needs_torch = needs_torch or "norms" in recompute_parts(config.recompute)
     te = te and not (config.lora.rank or needs_torch or llm.torch_norms or config.bidirectional)
 
     @cache

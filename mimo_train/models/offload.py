@@ -8,11 +8,10 @@ saves: any layer, schedule and recomputation.
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 LEAST_BYTES = 2**20
 """Minimum size of a tensor that is worth a copy."""
@@ -26,13 +25,11 @@ class Offload:
         # What autograd saves keeps a group alive, and nothing else may.
         self._last: Callable[[], _Group | None] = lambda: None
 
-    def layer(self, is_first: bool) -> AbstractContextManager:
-        """Return the context of the forward pass of a layer; `is_first`: of its chunk."""
-        if not torch.is_grad_enabled():
-            return nullcontext()
+    def hooks(self, is_first: bool) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Return functions that save and restore the tensors of a forward pass of a layer; `is_first`: of its chunk."""
         group = _Group(None if is_first else self._last())
         self._last = weakref.ref(group)
-        return saved_tensors_hooks(group.pack, group.unpack)
+        return group.pack, group.unpack
 
 
 class _Saved:

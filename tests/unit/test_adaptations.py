@@ -223,6 +223,11 @@ REASONS = [
         "mlp_output_with_bias = tensor_parallel.checkpoint(",
     ),
     (
+        "models/recompute.py",
+        "tensor_parallel.random:CheckpointWithoutOutput._recompute",
+        "share_storage = _get_share_storage()",
+    ),
+    (
         "models/sharding.py",
         "distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.__init__",
         'DeviceMesh.from_group(self.process_group, "cuda")',

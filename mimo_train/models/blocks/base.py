@@ -282,10 +282,10 @@ class Layer:
         with the residual stream (2 h less), behind one norm for both with each other (the same). The rest is the
         blocks', divided by t. Sequence parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate
         and no rotation this is the paper's s b h (10 + 24 / t), without its 5 a s / (h t) of stored attention scores;
-        with sequence parallel 34 s b h / t. Recomputed blocks keep only their inputs.
+        with sequence parallel 34 s b h / t. Recomputed blocks keep only their inputs, and recomputed norms theirs.
         """
         inputs = (2 if self.post_norms else 0) + (2 if self.scaled else 0)
-        inputs += self.pre_norms if share.frozen else 2 * max(self.pre_norms, 1)
+        inputs += self.pre_norms if share.frozen or "norms" in recomputed else 2 * max(self.pre_norms, 1)
         replicated = inputs * self.hidden * share.size + (2 * self.hidden if self.dropout else 0)
         blocks = [block.kept(share) for block in self._blocks(recomputed, False)]
         split, others = (sum(counts) for counts in zip((0, 0), *blocks, strict=True))
@@ -300,9 +300,9 @@ class Layer:
 
     def work(self, share: Share, recomputed: tuple[str, ...] = ()) -> int:
         """Return the work in bytes of the backward pass, at the feed-forward block: the gradients of output and
-        residual (2 h), what sequence parallel gathers of one input (h), the block's own, and the largest part that is
-        recomputed."""
-        ends = 2 * share.local_tokens * self.hidden * share.size
+        residual (2 h), what sequence parallel gathers of one input (h), the block's own, the output of a recomputed
+        norm (h), and the largest block that is recomputed."""
+        ends = (3 if "norms" in recomputed else 2) * share.local_tokens * self.hidden * share.size
         gathered = share.tokens * self.hidden * share.size if share.sp else 0
         kept = [block.kept(share) for block in self._blocks(recomputed, True)]
         again = max((share.tokens * split // share.tp + others for split, others in kept), default=0)

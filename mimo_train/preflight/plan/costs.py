@@ -74,7 +74,7 @@ class Costs:
                 layers = layers_of_stage(llm.num_layers, stage, layout.pp)
                 seconds = self._seconds(work, recompute, samples / (layout.tp * cp), layers, kept)
                 # One of the two exchanges of a layer is attention's.
-                parts = 2 if recompute == "full" else len(recompute_parts(recompute))
+                parts = 2 if recompute == "full" else len({*recompute_parts(recompute)} - {"norms"})
                 again = forward * layers * min(parts, 2) / 2
                 ahead, back = self._gathering(LANGUAGE, layout, *seconds)
                 messages = forward * layers + ahead, backward * layers * (seconds[1] > 0) + again + back

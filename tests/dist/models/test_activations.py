@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import TOLERANCE, config, largest_difference
+from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
 
 LLM = "modules.language.llm."
@@ -15,6 +15,7 @@ EXPERTS = tuple(
 BIASES = (f"{LLM}bias=true", f"{LLM}normalization=LayerNorm")
 CASES = {
     "biases": ("gpt_tiny", 1, BIASES, ("train.recompute=attention+mlp",)),
+    "norms": ("gpt_tiny", 1, BIASES, ("train.recompute=norms",)),
     "dropout of adapters": (
         *("gpt_tiny", 2),
         ("layout=language_tp2", "modules.language.lora.rank=2", "modules.language.lora.dropout=0.3"),
@@ -23,12 +24,12 @@ CASES = {
     "experts, frozen embedding": (
         *("gpt_tiny", 1),
         (*EXPERTS, "modules.language.freeze=[embedding.*]", f"{LLM}tie_embeddings=false"),
-        ("train.recompute=experts",),
+        ("train.recompute=experts+norms",),
     ),
     "an encoder and a stage": (
         *("vlm_digits", 2),
         ("layout=two_processes",),
-        ("modules.images.recompute=mlp+attention", "modules.language.recompute=mlp"),
+        ("modules.images.recompute=mlp+attention+norms", "modules.language.recompute=mlp+norms"),
     ),
     "offloaded stages": ("gpt_tiny", 2, ("layout=language_pp2",), ("train.offload_activations=layers",)),
     "offloaded, soft caps, fused": (
@@ -46,7 +47,7 @@ def _curve(cfg) -> tuple[list[tuple], Counter]:
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from mimo_train.models import offload
+    from mimo_train.models import offload, recompute
 
     calls: Counter[str] = Counter()
     offload.LEAST_BYTES = 1
@@ -55,6 +56,7 @@ def _curve(cfg) -> tuple[list[tuple], Counter]:
         (MLP, "forward"),
         (TopKRouter, "forward"),
         (offload._Saved, "fetch"),
+        (recompute._NormOutput, "view"),
     ):
         original = getattr(kind, name)
 
@@ -77,9 +79,10 @@ def test_numbers_do_not_change(name, digits, prose, tmp_path):
         return whole([curve for curve, _ in results]), sum((calls for _, calls in results), Counter())
 
     (kept, before), (changed, after) = curves("kept"), curves("changed", *changes)
-    assert max(largest_difference(kept, changed)) < TOLERANCE
+    assert largest_difference(kept, changed) == (0, 0)
     text = " ".join(changes)
     assert (after["SelfAttention"] > before["SelfAttention"]) == ("attention" in text), (before, after)
     assert (after["MLP"] > before["MLP"]) == ("mlp" in text or "experts" in text), (before, after)
     assert (after["TopKRouter"] > before["TopKRouter"]) == ("experts" in text), (before, after)
+    assert (after["_NormOutput"] > 0) == ("norms" in text), after
     assert (after["_Saved"] > 0) == ("offload" in text), after

@@ -113,8 +113,8 @@ def test_a_run_with_everything_frozen_has_nothing_to_train():
 def test_what_a_module_computes_again_is_one_of_the_runs_choices():
     (found,) = config_faults(load("vlm_digits", "modules.images.recompute=all"))
     assert str(found) == (
-        "modules.images.recompute: must be none, selective, full, or parts of attention, mlp, experts joined by +, "
-        "is 'all'"
+        "modules.images.recompute: must be none, selective, full, or parts of attention, mlp, experts, norms joined by "
+        "+, is 'all'"
     )
 
 

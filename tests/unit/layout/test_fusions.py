@@ -54,6 +54,8 @@ FAULTS = {
     "no experts": (("train.recompute=experts",), "train.recompute: experts: modules.language.llm.num_experts is 0"),
     "no dense layer": ((*EXPERTS, "modules.language.recompute=mlp"),
                        "modules.language.recompute: mlp: all layers have experts"),
+    "no norms": ((f"{LLM}pre_norms=false", f"{LLM}post_norms=true", "train.recompute=norms"),
+                 "train.recompute: norms: modules.language.llm.pre_norms is false"),
     "parts in fp8": (("train.fp8=tensorwise", BF16, "train.recompute=mlp"), "mlp is not supported with fp8"),
     "compiled": (("train.compile=layers", "train.recompute=mlp"), "recompute=mlp (of modules."),
     "offloaded and recomputed": (("train.offload_activations=layers", "train.recompute=full"),
@@ -91,6 +93,7 @@ def test_parts_cost_what_they_compute_again_and_save_what_they_keep():
         "none": 0,
         "selective": 10,
         "attention": 11,
+        "norms": 0,
         "mlp": 100,
         "experts": 1000,
         "attention+mlp": 111,
@@ -105,8 +108,8 @@ def test_parts_cost_what_they_compute_again_and_save_what_they_keep():
         return memory_of_stage(run, "language", 0, 256).activations
 
     in_order = [
-        *("offload_activations=layers", "recompute=full", "recompute=attention+mlp"),
-        *("recompute=mlp", "recompute=none", "fusions.activation=never"),
+        *("offload_activations=layers", "recompute=full", "recompute=attention+mlp+norms", "recompute=attention+mlp"),
+        *("recompute=mlp", "recompute=norms", "recompute=none", "fusions.activation=never"),
     ]
     sizes = [kept(f"train.{override}") for override in in_order]
     assert sizes == sorted(set(sizes)), dict(zip(in_order, sizes, strict=True))
