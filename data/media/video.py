@@ -6,8 +6,9 @@ The container is given to libavformat: by itself it may take a file for a list o
 from __future__ import annotations
 
 import io
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -74,11 +75,11 @@ def _decode(
         times = packets.times
         if len(times) != header.frames:
             raise DecodeError(f"its header says that it has {header.frames} frames, and it has {len(times)}")
-        decoder = _Decoder(av, raw, header, packets.keys)
+        decoder = _Decoder(av, raw, header, packets)
         for number in choose(packets, unit):
             if not 0 <= number < len(times):
                 raise DecodeError(f"it has {len(times)} frames, and none has the number {number}")
-            frame = decoder.frame_at(times[number])
+            frame = decoder.frame_at(number)
             near = times[max(number - 1, 0) : number + 2]
             if exact and (frame.pts != times[number] or near.count(times[number]) > 1):
                 at = f"at {float((times[number] - times[0]) * unit):.2f} s"
@@ -109,20 +110,52 @@ def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
 
 
 class _Decoder:
-    """Decodes a video forwards, and seeks to the next key frame if it can skip frames."""
+    """Decodes a video forwards, and seeks to the next key frame if that skips frames."""
 
-    def __init__(self, av: Any, raw: bytes, header: VideoHeader, keys: Sequence[tuple[int, int]]) -> None:
-        self._open = lambda: _opened(av, raw, header)
-        self._keys, self._jumps, self._reached = keys, True, keys[0][0]
+    def __init__(self, av: Any, raw: bytes, header: VideoHeader, packets: Packets) -> None:
+        self._open, self._error = (lambda: _opened(av, raw, header)), av.FFmpegError
+        self._times, self._keys, self._seeks = packets.times, packets.keys, True
         self._begin()
 
-    def frame_at(self, time: int) -> Any:
-        """Return the last frame at or before a time, which must not decrease between calls. Raises DecodeError."""
-        key = self._keys[max(bisect_right(self._keys, time, key=lambda key_frame: key_frame[0]) - 1, 0)]
-        if self._jumps and key[0] > self._reached:
-            self._file.seek(key[1], stream=video_stream(self._file))
-            self._frames, self._frame, self._next = self._decoded(), None, None
-            self._reached = key[0]
+    def frame_at(self, number: int) -> Any:
+        """Return the frame of a number, which must not decrease between calls, or the last one before it that the
+        decoder does not leave out. Raises DecodeError."""
+        if self._seeks:
+            # After a seek, frames may need earlier ones in spite of the key frame: decode from the beginning then.
+            with suppress(DecodeError, self._error):
+                frame = self._advance(number)
+                if frame is not None and frame.pts == self._times[number]:
+                    return frame
+            self._seeks = False
+            self.close()
+            self._begin()
+        frame = self._advance(number)
+        if frame is None:
+            raise DecodeError(f"frame {number} cannot be decoded")
+        return frame
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _begin(self) -> None:
+        self._file = self._open()
+        self._restart(-1)
+
+    def _restart(self, reached: int) -> None:
+        self._frames, self._reached = self._decoded(), reached
+        self._frame: Any = None
+        self._next: Any = None
+
+    def _advance(self, number: int) -> Any:
+        """Return the last frame up to a number, or None."""
+        time = self._times[number]
+        place = bisect_right(self._keys, time, key=lambda key_frame: key_frame[0]) - 1
+        if self._seeks and place >= 0:
+            shown, seek = self._keys[place]
+            before = bisect_left(self._times, shown) - 1
+            if before > self._reached:
+                self._file.seek(seek, stream=video_stream(self._file))
+                self._restart(before)
         while self._frame is None or self._frame.pts < time:
             frame = self._next or next(self._frames, None)
             self._next = None
@@ -132,24 +165,8 @@ class _Decoder:
                 self._next = frame
                 break
             self._frame = frame
-            self._reached = max(self._reached, frame.pts)
-        if self._frame is not None and (self._frame.pts == time or not self._jumps):
-            return self._frame
-        if not self._jumps:
-            raise DecodeError("a frame of it cannot be decoded")
-        # Some key frames need earlier frames in spite of their flag: decode from the beginning.
-        self._jumps = False
-        self.close()
-        self._begin()
-        return self.frame_at(time)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _begin(self) -> None:
-        self._file = self._open()
-        self._frames, self._frame, self._next = self._decoded(), None, None
-        self._reached = self._keys[0][0]
+        self._reached = max(self._reached, number)
+        return self._frame
 
     def _decoded(self) -> Iterator[Any]:
         for frame in self._file.decode(video_stream(self._file)):

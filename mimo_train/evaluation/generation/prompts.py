@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from data.collate import collate_media
-from data.errors import RecordError
+from data.errors import DecodeError, RecordError
 from data.media.audio import decode_audio
 from data.media.decode import decode_image_file, fitted
-from data.media.headers import parse_extent_bytes, parse_video_header_bytes
+from data.media.headers import parse_extent_bytes, read_video_header, reader_of
 from data.media.options import colour_of
 from data.media.video import decode_video
 from data.records.conversation import MARKERS, Conversation, Part, Turn, split_markers, with_media
@@ -119,9 +119,10 @@ class Prompts:
         """Decode a file's bytes as `medium` does; `name` begins its errors."""
         self.require_reader(kind, name)
         if kind == "video":
-            header = parse_video_header_bytes(raw)
-            if header is None:
-                raise UserError(f"{name} ({len(raw)} bytes) has no readable header of a video")
+            try:
+                header = read_video_header(reader_of(raw), len(raw))
+            except DecodeError as error:
+                raise UserError(f"{name} ({len(raw)} bytes) has no readable header of a video: {error}") from error
             frames = decode_video(raw, self._sampling.count(header.milliseconds), self._bounds)
             return Medium(kind, frames=tuple(Medium("image", (header.height, header.width), frame) for frame in frames))
         extent = parse_extent_bytes(kind, raw)

@@ -21,7 +21,7 @@ from data.samples.media_spec import Sampling
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images, media_of
-from tests.videos import STEP, make_video
+from tests.videos import STEP, make_video, patched
 
 av = pytest.importorskip("av")
 
@@ -98,26 +98,19 @@ def test_a_video_is_upright(matrix, turns):
     assert parse_video_header_bytes(bytes(raw)) is None
 
 
-def lying(raw, mark, skip, form, value):
-    changed = bytearray(raw)
-    at = raw.index(mark) + len(mark) + skip
-    changed[at : at + struct.calcsize(form)] = struct.pack(form, value)
-    return bytes(changed)
-
-
 @pytest.mark.parametrize("kind", ["mp4", "webm"])
 def test_lengths_and_sizes_that_are_not_so_are_bad(kind):
     raw = make_video(kind, "libvpx" if kind == "webm" else "mpeg4", height=272, width=272)
     if kind == "mp4":  # frames have their lengths, and an edit list may only shorten that
-        assert parse_video_header_bytes(lying(raw, b"elst", 8, ">I", 60_000)).milliseconds == 3000
-        cut = lying(raw, b"elst", 8, ">I", 2000)
+        assert parse_video_header_bytes(patched(raw, b"elst", 8, ">I", 60_000)).milliseconds == 3000
+        cut = patched(raw, b"elst", 8, ">I", 2000)
         assert parse_video_header_bytes(cut).milliseconds == 2000 and shown(cut, 2) == [5, 15]
     for milliseconds in (300, 60_000) if kind == "webm" else ():  # packets say how long it is
-        lie = lying(raw, b"\x44\x89\x88", 0, ">d", milliseconds)
+        lie = patched(raw, b"\x44\x89\x88", 0, ">d", milliseconds)
         assert parse_video_header_bytes(lie).milliseconds == 3000 and shown(lie, 2) == [7, 22]
     width = (b"\xb0\x82", 0, ">H") if kind == "webm" else (b"mp4v", 28 - 4, ">H")
     at = raw.index(b"stsd") if kind == "mp4" else 0
-    lie = raw[:at] + lying(raw[at:], *width, 16)
+    lie = raw[:at] + patched(raw[at:], *width, 16)
     if kind == "mp4":  # its stream says the size, too
         assert parse_video_header_bytes(lie).width == 272 and shown(lie, 2) == [7, 22]
         return
