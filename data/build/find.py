@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.build.sources import ARROW, JSON, SEPARATORS, Source
+from data.build.transcripts import KALDI, TRANSCRIPTS, require_one_corpus
 from data.errors import DataError
 from data.index.find_shards import TRAIN, refuse_compressed, split_files
 from data.records.members import MEDIA, kind_of
 from data.rows.samples import Columns
+from data.rows.segments import SEGMENT
 from data.text_format import listed
 
 _METADATA = ("metadata.jsonl", "metadata.csv")
@@ -50,11 +52,11 @@ def find_source(path: Path, columns: Columns, media: Path | None = None, split: 
         if kind == "records" and len(files) > 1:
             names = listed([file.name for file in files])
             raise DataError(f"{folder} has {len(files)} files of records: name one of {names}")
-    if kind in ("tars", "files"):
-        where = folder if kind == "files" else files[0]
+    if kind in ("tars", "files", "transcripts"):
+        where = files[0] if kind == "tars" else folder
         if media is not None:
             raise DataError(f"--media {media}: the media of {where} are files next to their texts. Leave it out")
-        for name in columns.names.keys() & MEDIA:
+        for name in columns.names.keys() & {*MEDIA, *SEGMENT}:
             raise DataError(f"--columns {name}={columns.names[name]}: the media of {where} are files. Leave it out")
     return Source(kind, files, media or folder, columns)
 
@@ -67,15 +69,18 @@ def _source_in(folder: Path) -> tuple[str, list[Path]]:
         return "records", metadata
     if tars := [path for path in top if path.suffix == ".tar"]:
         return "tars", tars
+    if {path.name for path in top}.issuperset(KALDI):
+        return "kaldi", [folder]
     sources = _below(folder, top, below)
-    for kind in ("records", "table", "files"):
+    for kind in ("transcripts", "records", "table", "files"):
         if kind in sources:
             return kind, sources[kind]
     names = sorted(entry.name for entry in folder.iterdir())
     refuse_compressed(*(folder / name for name in names))
     raise DataError(
         f"{folder} holds nothing to build shards of: sought are a JSON, JSONL, CSV or TSV file of records, parquet or "
-        "Arrow files, tars, or images, videos and audio next to files of the same name; it has "
+        "Arrow files, tars, images, videos and audio next to files of the same name, or LibriSpeech's or Kaldi's "
+        "transcripts; it has "
         f"{listed(names, 5) or 'nothing'}"
     )
 
@@ -84,6 +89,9 @@ def _below(folder: Path, top: Sequence[Path], below: Sequence[Path]) -> dict[str
     if tfrecords := [path for path in below if ".tfrecord" in path.name]:
         raise DataError(f"{tfrecords[0]}: TFRecord is not read: write WebDataset tars, files or parquet instead")
     sources: dict[str, list[Path]] = {}
+    if transcripts := [path for path in below if path.name.endswith(TRANSCRIPTS)]:
+        require_one_corpus(transcripts, folder)
+        sources["transcripts"] = transcripts
     tables = [path for path in below if path.suffix in ARROW and path.is_file() and not path.name.startswith("cache-")]
     # img2dataset writes a parquet file without images next to each folder of files.
     if tables and not all((path.parent / path.stem).is_dir() for path in tables):

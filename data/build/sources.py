@@ -1,4 +1,4 @@
-"""Users' datasets, row by row: JSON, CSV, parquet, Arrow, tars, folders of files."""
+"""Users' datasets, row by row: JSON, CSV, parquet, Arrow, tars, folders of files, speech corpora."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from data.build.transcripts import kaldi_lines, transcript_lines
 from data.errors import DataError, RecordError
 from data.index.indexing import build_index
 from data.records.conversation import Visual
@@ -46,7 +47,8 @@ class Source:
     """The source of shards.
 
     Attributes:
-        kind: `records` (a JSON, CSV or TSV file), `table` (parquet, Arrow), `tars`, or `files` (folders).
+        kind: `records` (a JSON, CSV or TSV file), `table` (parquet, Arrow), `tars`, `files` (folders), `transcripts`
+            (of LibriSpeech), or `kaldi` (a data directory).
         parts: files or folders that are read one by one.
         folder: folder of the files that records name, or parent of the folders.
     """
@@ -57,7 +59,9 @@ class Source:
     columns: Columns
 
     def __str__(self) -> str:
-        return str({"records": self.parts[0], "files": self.folder}.get(self.kind, self.parts[0].parent))
+        if self.kind in ("files", "transcripts"):
+            return str(self.folder)
+        return str(self.parts[0] if self.kind in ("records", "kaldi") else self.parts[0].parent)
 
     def notes(self) -> list[str]:
         """Return sentences about dropped columns. Raises DataError if the only media are in them."""
@@ -80,9 +84,16 @@ class Source:
         elif self.kind == "table":
             yield from self._table_rows(part)
         else:
-            lines = _json_records(part) if part.suffix.lower() in JSON else self._cells(part)
-            for where, record in lines:
+            for where, record in self._records(part):
                 yield partial(self._sample_of_row, record, {}, where)
+
+    def _records(self, part: Path) -> Iterator[tuple[str, Any]]:
+        """Return pairs of (where, record or RecordError)."""
+        if self.kind == "transcripts":
+            return transcript_lines(part, self.folder)
+        if self.kind == "kaldi":
+            return kaldi_lines(part)
+        return _json_records(part) if part.suffix.lower() in JSON else self._cells(part)
 
     def _cells(self, file: Path) -> Iterator[tuple[str, Any]]:
         """Yield (line, record or RecordError) of a CSV or TSV file. Empty cells are null."""
@@ -133,6 +144,7 @@ class Source:
             raise RecordError(f"{where}: {row}")
         if not isinstance(row, dict):
             return make_sample(row, [], self.columns, where)
+        row = self.columns.with_file_names(row, where)
         record, items, text_only = media_of_row(row, typed, self.columns.names, str(self.folder), where)
         sample = make_sample(record, items, self.columns, where, folder=str(self.folder), text_only=text_only)
         if self.kind == "records" and self._quotes_are_text:

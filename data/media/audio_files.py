@@ -18,7 +18,7 @@ from data.errors import DecodeError, MissingLibrary
 from data.media.options import BOUNDS, Bounds
 
 _BLOCK = 1 << 20  # samples of each channel that are decoded at once
-_UNKNOWN_FLAC = 1 << 62  # libsndfile reports more for a FLAC file without a length
+UNKNOWN_FLAC = 1 << 62  # libsndfile reports more for a FLAC file without a length
 _UNKNOWN_SIZE = 0x7FFFF000  # programs that write into a pipe state at least this size
 _SHORTER = re.compile(r"^\s*(?:data|SSND|Data Size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CAF_SAMPLES = re.compile(r"^data : (\d+)", re.MULTILINE)
@@ -137,7 +137,7 @@ def _container_to_decode(file: Any, raw: bytes) -> str:
     """Return the container of a file whose header does not give its length, else ""."""
     if file.format == "MP3":
         return "" if _is_mp3_length_known(raw) else "mp3"
-    return "flac" if file.format == "FLAC" and file.frames >= _UNKNOWN_FLAC else ""
+    return "flac" if file.format == "FLAC" and file.frames >= UNKNOWN_FLAC else ""
 
 
 def _is_mp3_length_known(raw: bytes) -> bool:

@@ -1,7 +1,8 @@
 """Media markers of other model families, and unknown markers, in the texts of records.
 
 Special tokens, such as `<|vision_start|><|image_pad|><|vision_end|>`, always stand for media. Ambiguous markers, such
-as `[IMG]`, stand for media only in a question, and only if the record then has as many markers as members.
+as `[IMG]`, stand for media only in a question, and only if the record then has as many markers as members. `<image>`
+stands for a video in a sample with videos and no image, as in LLaVA-Video-178K.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ def with_our_markers(
     """
     contents = {at: turn.get(content_field) for at, turn in enumerate(turns) if isinstance(turn, dict)}
     texts = {at: text for at, text in contents.items() if isinstance(text, str)}
+    if media.get("video") and not media.get("image"):
+        joined = "\n".join(texts.values())
+        if joined.count("<image>") == media["video"] and "<video>" not in joined:
+            texts = {at: text.replace("<image>", "<video>") for at, text in texts.items()}
+            turns = [turn | {content_field: texts[at]} if at in texts else turn for at, turn in enumerate(turns)]
     if not media or not _may_have("\n".join(texts.values())):
         return turns
     questions = [at for at in texts if turns[at].get(role_field) in _USERS]

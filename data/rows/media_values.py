@@ -12,6 +12,7 @@ import stat
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -28,7 +29,7 @@ from data.text_format import shown
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 FILE_NAME = "file_name"
 """Column with the file name of a row in Hugging Face's `imagefolder` and `audiofolder`."""
-_SUFFIXES = ("_path", "_paths", "_file", "_files", "_url", "_urls")
+_SUFFIXES = ("_path", "_paths", "_filepath", "_file", "_files", "_url", "_urls")
 _CONTENT_KEYS = ("bytes", "path", "url", "data", "base64")
 _ARRAY = {"array", "sampling_rate"}
 _FORMS = "the name of a file, its bytes, base64, or for audio {array, sampling_rate}"
@@ -69,6 +70,8 @@ class MediaItem(NamedTuple):
     """Its extent, if it need not be read."""
     column: str = ""
     """The column, or the key in a typed part."""
+    part: Mapping[str, Any] = MappingProxyType({})
+    """The typed part or object with the item, which may select a segment."""
 
     def extent(self) -> tuple[int, int] | None:
         """Read the extent, see `data.media.headers.parse_extent`. Raises OSError."""
@@ -153,7 +156,7 @@ def take_typed_parts(
         keys = [key for key in dict.fromkeys((part["type"], kind, *_CONTENT_KEYS)) if not _is_empty(part.get(key))]
         if not keys:
             return part
-        items.append(_item(kind, keys[0], part[keys[0]], folder, where))
+        items.append(_item(kind, keys[0], part[keys[0]], folder, where)._replace(part=part))
         return {"type": kind, kind: items[-1].name}
 
     messages = record.get(turns)
@@ -208,7 +211,8 @@ def require_no_media(record: Mapping[str, Any], names: Mapping[str, str], where:
 
 
 def _item(kind: str, column: str, value: Any, folder: str, where: str) -> MediaItem:
-    return _item_of_value(kind, column, value, folder, where)._replace(column=column)
+    part = value if isinstance(value, Mapping) else {}
+    return _item_of_value(kind, column, value, folder, where)._replace(column=column, part=part)
 
 
 def _item_of_value(kind: str, column: str, value: Any, folder: str, where: str) -> MediaItem:

@@ -28,6 +28,7 @@ from data.rows.media_values import (
     take_typed_parts,
     with_typed_media,
 )
+from data.rows.segments import SEGMENT_COLUMNS, cut_items
 from data.rows.tables import Layout, labelled, require_known_media
 from data.storage.files import READS, RangeFile, ReadRange, ShardVersion
 from data.storage.reader import ShardReader
@@ -72,8 +73,8 @@ class Table:
         self.text_only = media.isdisjoint(names)
         """True if no column is for media."""
         names = [name for name in names if name not in self.layout.dropped]
-        # Typed parts of messages may have media, and a file name is text too.
-        self.media_columns = [name for name in names if name in media or name == "messages"]
+        # Typed parts of messages may have media, and names of files and their segments are text too.
+        self.media_columns = [name for name in names if name in media or name in ("messages", *SEGMENT_COLUMNS)]
         self.text_columns = [name for name in names if name not in media or name == FILE_NAME]
 
     def place(self, row: int) -> tuple[int, int]:
@@ -108,6 +109,7 @@ class Table:
         folder = str(self.path.parent)
         record, of_columns, _ = media_of_row(row, self.layout.media, {}, folder, where)
         record, items = with_typed_media(record, of_columns, "messages", folder, where)
+        items = cut_items(record, items, {}, where)
         if not items:
             require_no_media(row, {}, where, folder)
         return record, items

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,6 +24,7 @@ from data.rows.media_values import (
     require_no_media,
     with_typed_media,
 )
+from data.rows.segments import CUT, SEGMENT, cut_items
 from data.text_format import Key, shown
 
 _FORMS = ("conversations", "messages", "caption", "text")
@@ -31,6 +33,8 @@ _TURNS = (("conversations", "from", "value"), ("messages", "role", "content"))
 _ANSWERS = ("answer", "caption", "text", "label")
 MARKED = "without any marker: media before the first question"
 PAIRED = "with `texts`, pairs of `user` and `assistant`: became `conversations`"
+KEYFRAMES = "with captions of keyframes: learned is the one of the whole video, idx -1"
+_FIELD = re.compile(r"\{([^{}]+)\}")
 
 
 class Sample(NamedTuple):
@@ -51,18 +55,50 @@ class Columns:
         names: part of a record (of `data.records.members.TEXTS` or `MEDIA`) -> column.
         question: asked about every sample with a caption; empty: none.
         quoted: True if quotes enclose cells of a TSV file, as in CSV files.
+        whole_files: True to ignore segments of recordings.
+        templates: kind of media -> file name with columns in braces, such as `{page_dir}/{videoid}.mp4`.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     question: str = ""
     quoted: bool = False
+    whole_files: bool = False
+    templates: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for part in self.names:
-            if part not in (*TEXTS, *MEDIA):
-                raise DataError(f"--columns {part}=...: is no part of a record: they are {', '.join((*TEXTS, *MEDIA))}")
+            if part not in (parts := (*TEXTS, *MEDIA, *SEGMENT)):
+                raise DataError(f"--columns {part}=...: is no part of a record: they are {', '.join(parts)}")
+            if part in SEGMENT and self.whole_files:
+                raise DataError(f"--columns {part}=... and --whole-files are both given: leave out one of them")
+        for part in self.templates.keys() - MEDIA:
+            raise DataError(f"--columns {part}={self.templates[part]}: only {', '.join(MEDIA)} join columns in braces")
         if self.question and "question" in self.names:
             raise DataError("--question and --columns question=... are both given: leave out one of them")
+
+    @classmethod
+    def parse(
+        cls, entries: Sequence[str], question: str = "", quoted: bool = False, whole_files: bool = False
+    ) -> Columns:
+        """Parse `WHAT=COLUMN` entries. Raises DataError."""
+        names: dict[str, str] = {}
+        for entry in entries:
+            what, equals, column = entry.partition("=")
+            if not equals or not column or what in names:
+                raise DataError(f"--columns {entry}: must be WHAT=COLUMN, such as caption=sentence, and each WHAT once")
+            names[what] = column
+        templates = {what: column for what, column in names.items() if _FIELD.search(column)}
+        return cls(names | {what: what for what in templates}, question, quoted, whole_files, templates)
+
+    def with_file_names(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return the row with the file names of `templates`. Raises RecordError for an absent or empty column."""
+
+        def value(match: re.Match[str]) -> str:
+            if (part := _value(row, match[1], where)) is None:
+                raise RecordError(f"{where}: {match[1]!r} is empty, and a file name needs it ({match.string})")
+            return str(part)
+
+        return row | {kind: _FIELD.sub(value, template) for kind, template in self.templates.items()}
 
     @cached_property
     def changes_records(self) -> bool:
@@ -72,8 +108,10 @@ class Columns:
     def require(self, columns: Sequence[str], where: str) -> None:
         """Raise DataError for a column that the table lacks."""
         for part, column in self.names.items():
-            if column not in columns:
-                raise DataError(f"--columns {part}={column}: {where} has the columns {', '.join(map(str, columns))}")
+            template = self.templates.get(part, "")
+            if any(name not in columns for name in _FIELD.findall(template) or [column]):
+                shown_columns = ", ".join(map(str, columns))
+                raise DataError(f"--columns {part}={template or column}: {where} has the columns {shown_columns}")
 
 
 def make_sample(
@@ -96,8 +134,12 @@ def make_sample(
     """
     if not isinstance(record, dict):
         raise RecordError(f"{where} is a JSON {type(record).__name__}, not an object")
+    is_cut = False
     if folder is not None:
         record, items = with_typed_media(record, items, columns.names.get("messages", "messages"), folder, where)
+        if not columns.whole_files:
+            files, items = items, cut_items(record, items, columns.names, where)
+            is_cut = any(before is not after for before, after in zip(files, items, strict=True))
     for item in items:
         item.require_extent(where)
     counts = {kind: sum(item.kind == kind for item in items) for kind in READABLE}
@@ -115,7 +157,7 @@ def make_sample(
         require_no_media(original, columns.names, where, folder)
     contents = [item.content for item in items]
     members = [*zip(extensions, contents, strict=True), ("json", raw)]
-    return Sample(members, [item.kind for item in items], notes)
+    return Sample(members, [item.kind for item in items], (*notes, CUT) if is_cut else notes)
 
 
 def parse_row[Parsed](
@@ -197,6 +239,8 @@ def _with_texts(
         record = {name: value for name, value in record.items() if name not in (*_FORMS, *PREFERENCES)} | {**texts}
     if form_of(record) != "turns":
         return record, notes  # its parser inserts the media
+    if not texts and record.keys().isdisjoint((*_FORMS, "texts")) and _has_keyframes(record):
+        texts, notes = {"caption": _caption_of_video(record["captions"], where)}, (KEYFRAMES,)
     if texts or question or "texts" in record:
         if not texts and record.keys().isdisjoint(_FORMS) and "texts" in record:
             texts, notes = {"conversations": record["texts"]}, (PAIRED,)
@@ -229,6 +273,22 @@ def _answered(question: str | None, answer: str | None, counts: Mapping[str, int
     if not _is_marked(question) and not _has_foreign_markers(turns[:1], "from", "value", counts, where):
         turns[0]["value"] = _markers(counts) + question
     return {"conversations": turns}
+
+
+def _has_keyframes(record: dict[str, Any]) -> bool:
+    """True for the captions of ShareGPT4Video: objects with `idx` and `content`."""
+    captions = record.get("captions")
+    if not isinstance(captions, list) or not captions:
+        return False
+    return all(isinstance(caption, dict) and {"idx", "content"} <= caption.keys() for caption in captions)
+
+
+def _caption_of_video(captions: list[dict[str, Any]], where: str) -> Any:
+    """Return the caption of the whole video, whose `idx` is -1, next to those of keyframes. Raises RecordError."""
+    whole = [caption["content"] for caption in captions if str(caption["idx"]) == "-1"]
+    if len(whole) != 1:
+        raise RecordError(f"{where}: expected one caption with idx -1, of the whole video, got {len(whole)}")
+    return whole[0]
 
 
 def _value(record: dict[str, Any], column: str, where: str) -> Any:

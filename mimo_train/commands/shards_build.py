@@ -37,10 +37,16 @@ def add(commands: Any) -> None:
         nargs="+",
         default=[],
         help="which column is what: image, video, audio, caption, question, answer, label, text, conversations, "
-        "messages, system, tools; of preferences prompt, chosen, rejected, completion",
+        "messages, system, tools; of preferences prompt, chosen, rejected, completion; of a segment "
+        "start, end, duration. File names may join columns, such as video={page_dir}/{videoid}.mp4",
     )
     build.add_argument(
         "--quoted", action="store_true", help="quotes enclose cells of a TSV, as in a CSV (default: they are text)"
+    )
+    build.add_argument(
+        "--whole-files",
+        action="store_true",
+        help="do not cut recordings to the segments of records (start and end, or offset and duration, seconds)",
     )
     build.add_argument("--question", default="", help="asked of every sample that has a caption, such as 'Transcribe.'")
     build.add_argument("--held-out", type=whole, default=0, help="samples to set aside for evaluation (default: 0)")
@@ -65,15 +71,10 @@ def _build(args: argparse.Namespace) -> int:
     from data.rows.samples import Columns
     from mimo_train.logging.console import CountBar
 
-    names: dict[str, str] = {}
-    for entry in args.columns:
-        what, equals, column = entry.partition("=")
-        if not equals or not column or what in names:
-            raise UserError(f"--columns {entry}: must be WHAT=COLUMN, such as caption=sentence, and each WHAT once")
-        names[what] = column
     if args.max_bad is not None and not args.skip_bad:
         raise UserError("--max-bad says how many records --skip-bad may leave out: give --skip-bad too")
-    columns, media = Columns(names, args.question, args.quoted), Path(args.media) if args.media else None
+    columns = Columns.parse(args.columns, args.question, args.quoted, args.whole_files)
+    media = Path(args.media) if args.media else None
     source = find_source(Path(args.source), columns, media, args.split)
     settings = Settings(
         held_out=args.held_out,

@@ -48,7 +48,8 @@ def written(tmp_path, records, lines=False):
 
 
 def build(path, to, settings=ORDERED, media=None, columns=None, question="", split="", workers=1, quoted=False):
-    source = find_source(path, Columns(columns or {}, question, quoted), media, split)
+    entries = [f"{what}={column}" for what, column in (columns or {}).items()]
+    source = find_source(path, Columns.parse(entries, question, quoted), media, split)
     return build_shards(source, to, settings, workers=workers)
 
 

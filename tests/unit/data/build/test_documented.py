@@ -17,6 +17,7 @@ from tests.tars import write_tar
 from tests.unit.config.test_energon import energon
 from tests.unit.data.build.test_build import hugging_face
 from tests.unit.data.helpers import encode_image, open_index
+from tests.videos import make_video
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
 PART = DOCUMENT.partition("## What you have\n")[2].partition("\n## ")[0]
@@ -48,12 +49,39 @@ def photos():
     table("photos/photos.csv", [["path", "title"], *([f"{at}.jpg", f"Hill {at}"] for at in range(NUMBER))])
 
 
-def clips():
-    Path("clips").mkdir()
+def videos():
+    film = make_video(images=4)
+    for folder in ("clips", "videos/a"):
+        Path(folder).mkdir(parents=True)
+        for at in range(NUMBER):
+            Path(f"{folder}/{at}.mp4").write_bytes(film)
+            Path(f"clips/{at}.txt").write_text("Grey.")
+    turns = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "Grey."}]
+    records = [{"id": str(at), "video": f"a/{at}.mp4", "conversations": turns} for at in range(NUMBER)]
+    Path("llava_video.json").write_text(json.dumps(records))
+    captions = [{"idx": "0", "content": "Dark."}, {"idx": "-1", "content": "Grey."}]
+    lines = [json.dumps({"video_path": f"a/{at}.mp4", "captions": captions}) for at in range(NUMBER)]
+    Path("sharegpt4video.jsonl").write_text("\n".join(lines))
+    table("webvid.csv", [["videoid", "page_dir", "name"], *([at, "a", "Grey."] for at in range(NUMBER))])
+
+
+def speech():
+    Path("cv/clips").mkdir(parents=True)
+    Path("LibriSpeech/dev-clean/19/198").mkdir(parents=True)
+    Path("kaldi/train").mkdir(parents=True)
+    for name in [*(f"LibriSpeech/dev-clean/19/198/19-198-{at}.flac" for at in range(NUMBER)), "long.wav"]:
+        soundfile.write(name, np.zeros(4 * 16000, dtype=np.float32), 16000)
     for at in range(NUMBER):
-        soundfile.write(f"clips/{at}.mp3", np.zeros(16000, dtype=np.float32), 16000)
+        soundfile.write(f"cv/clips/{at}.mp3", np.zeros(16000, dtype=np.float32), 16000)
     rows = [["path", "sentence"], *([f"{at}.mp3", "Hello."] for at in range(NUMBER))]
-    table("clips/validated.tsv", rows, "\t")
+    table("cv/train.tsv", rows, "\t")
+    lines = [f"19-198-{at} HELLO\n" for at in range(NUMBER)]
+    Path("LibriSpeech/dev-clean/19/198/19-198.trans.txt").write_text("".join(lines))
+    entries = [{"audio_filepath": "long.wav", "offset": at, "duration": 1, "text": "Hello."} for at in range(NUMBER)]
+    Path("manifest.json").write_text("\n".join(map(json.dumps, entries)))
+    Path("kaldi/train/wav.scp").write_text("long long.wav\n")
+    Path("kaldi/train/segments").write_text("".join(f"long-{at} long {at} {at + 1}\n" for at in range(NUMBER)))
+    Path("kaldi/train/text").write_text("".join(f"long-{at} HELLO\n" for at in range(NUMBER)))
 
 
 def pets():
@@ -90,7 +118,8 @@ def corpus():
 SOURCES = {
     "A LLaVA JSON and its images": llava,
     "A CSV and its images": photos,
-    "Audio with transcripts": clips,
+    "Videos with captions": videos,
+    "Audio with transcripts": speech,
     "Parquet files": pets,
     "A Hugging Face dataset": pets,
     "Output of img2dataset": laion,

@@ -4,8 +4,10 @@ import json
 import os
 from datetime import date
 
+import numpy as np
 import pyarrow
 import pytest
+import soundfile
 
 from data.build.build import Settings, build_shards
 from data.build.find import find_source
@@ -123,6 +125,17 @@ def test_rows_of_several_modules_and_forms_of_audio(tmp_path):
     for number in range(3):
         ours, theirs = (data.read_media(number, "sound")[0] for data in (rows, tars))
         assert [wave.tolist() for wave in ours] == [wave.tolist() for wave in theirs]
+
+
+def test_a_row_that_names_a_segment_has_this_part_of_its_recording(tmp_path):
+    soundfile.write(tmp_path / "long.wav", np.linspace(-0.5, 0.5, 8000), 8000)
+    columns = {"audio": ["long.wav", "gone.wav"], "start": [0.25, 0.0], "end": [0.5, 1.0], "text": ["a", "b"]}
+    sound = Media("sound", "audio", "<audio>", lambda frames, rate: 2, lambda frames, rate: (frames, 8000))
+    options = {"media": [sound], "tokenizer": build_tokenizer("bytes", ["<audio>"])}
+    rows = opened(write_table(tmp_path / "x.parquet", columns), **options)
+    ((wave,), bad) = rows.read_media(0, "sound")
+    expected, _ = soundfile.read(tmp_path / "long.wav", dtype="float32", start=2000, stop=4000)
+    assert bad is None and wave.tolist() == expected.tolist()
 
 
 def test_fields_name_columns_of_media(tmp_path):
