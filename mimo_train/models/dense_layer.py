@@ -78,8 +78,8 @@ class DenseLayer:
         self._heads = attention.num_attention_heads_per_partition
         self._rotates = getattr(attention, "rotates", True)
         self._activation, self._gated = layer.config.activation_func, layer.config.gated_linear_unit
-        # `cpu_attention` reads queries, keys and values as they are projected, one key and value for each query.
-        is_plain = self._query_norm is None and self._key_norm is None and self._groups == self._heads
+        # `cpu_attention` reads queries, keys and values as they are projected.
+        is_plain = self._query_norm is None and self._key_norm is None
         self._has_cpu_attention = getattr(layer.config, "cpu_kernels", False) and is_plain and self._core.is_plain
 
     @classmethod

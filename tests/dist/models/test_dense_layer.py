@@ -9,6 +9,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 
+from mimo_train.cpu import attention
 from mimo_train.models.dense_layer import NOTHING_TO_DO, DenseLayer
 from mimo_train.models.parameters import modules_of
 from tests.dist.ranks import run_ranks
@@ -31,7 +32,7 @@ GEMMA = (
     f"{LLM}rope_scaling.original_positions=32",
 )
 RUNS = {
-    "the demo": (),
+    "the demo": (f"{LLM}num_query_groups=2",),
     "few key heads, norms, windows, two kinds of angles, yarn": GEMMA,
     "biases, LayerNorm, no gate": (f"{LLM}bias=true", f"{LLM}normalization=LayerNorm", f"{LLM}activation=gelu"),
     "images of all sizes": (f"{VIT}resize=native",),
@@ -40,16 +41,17 @@ RUNS = {
 }
 
 
-def _curves(cfg, plain: bool) -> tuple[list[tuple], int, int]:
-    """(curve of three steps, layers that are computed here, calls of them)."""
-    calls = []
+def _curves(cfg, plain: bool) -> tuple[list[tuple], int, int, int]:
+    """(curve of three steps, layers that are computed here, calls of them, calls of `rotary_attention`)."""
+    calls, attended, attend = [], [], attention.rotary_attention
+    attention.rotary_attention = lambda *given: (attended.append(1), attend(*given))[1]
     compute = DenseLayer.__call__
     DenseLayer.__call__ = lambda *given, **options: (calls.append(1), compute(*given, **options))[1]
     if not plain:
         DenseLayer.of = classmethod(lambda cls, layer: None)
     run = Steps(cfg)
     curve = run.train(3)
-    return curve, len(_dense(run)), len(calls)
+    return curve, len(_dense(run)), len(calls), len(attended)
 
 
 def _dense(run: Steps) -> list:
@@ -60,10 +62,11 @@ def _dense(run: Steps) -> list:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_numbers_are_megatron_cores(name, digits, tmp_path):
     cfg = config("vlm_digits", tmp_path / "run", digits, ONE, KERNELS, *RUNS[name])
-    ((ours, layers, calls),) = run_ranks(_curves, 1, cfg, True)
-    ((theirs, none, no_calls),) = run_ranks(_curves, 1, cfg, False)
+    ((ours, layers, calls, attended),) = run_ranks(_curves, 1, cfg, True)
+    ((theirs, *none),) = run_ranks(_curves, 1, cfg, False)
     assert layers == 3 and calls >= 3 * layers, "layers of both modules, in each of three steps"
-    assert (none, no_calls) == (0, 0)
+    assert none == [0, 0, 0]
+    assert name != "the demo" or attended, "rows of the length that the CPU's attention takes"
     assert max(largest_difference(whole([ours]), whole([theirs]))) < (1e-2 if "bf16" in name else 1e-6)
 
 
@@ -98,7 +101,7 @@ def _hooked(cfg) -> tuple[int, list[bool]]:
 )
 def test_layers_with_more_to_do_are_megatron_cores(overrides, ranks, left, digits, tmp_path):
     cfg = config("vlm_digits", tmp_path / "run", digits, ONE, KERNELS, *overrides)
-    assert [layers for _, layers, _ in run_ranks(_curves, ranks, cfg, True)] == [left] * ranks
+    assert [layers for _, layers, *_ in run_ranks(_curves, ranks, cfg, True)] == [left] * ranks
 
 
 def test_a_part_whose_call_somebody_waits_for_is_called(digits, tmp_path):
