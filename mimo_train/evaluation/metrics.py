@@ -149,10 +149,12 @@ def _rouge(kind: str) -> Callable[[Texts, References], Scores]:
     return scored
 
 
-def _errors(process: str) -> Callable[[Texts, References], Scores]:
+def _errors(process: str, *, normalized: bool = False) -> Callable[[Texts, References], Scores]:
     def scored(predictions: Texts, references: References) -> Scores:
         import jiwer
 
+        if normalized:
+            predictions, references = _normalized(predictions), [_normalized(texts) for texts in references]
         compare, edits, total, each = getattr(jiwer, process), 0, 0, []
         for text, of_text in zip(predictions, references, strict=True):
             measures = []
@@ -172,6 +174,14 @@ def _errors(process: str) -> Callable[[Texts, References], Scores]:
     return scored
 
 
+def _normalized(texts: Texts) -> Texts:
+    """Return texts in lower case without punctuation and parts in brackets, by Whisper's normalizer of any language."""
+    from transformers.models.whisper.english_normalizer import BasicTextNormalizer
+
+    normalize = BasicTextNormalizer()
+    return [normalize(text).strip() for text in texts]
+
+
 def _cider(predictions: Texts, references: References) -> Scores:
     """CIDEr-D of coco-caption, whose tokenizer is a Java program: nltk's Penn Treebank tokenizer replaces it."""
     from nltk.tokenize import TreebankWordTokenizer
@@ -186,6 +196,7 @@ def _cider(predictions: Texts, references: References) -> Scores:
     return Scores(float(value), [float(score) for score in each])
 
 
+_NORMAL = "in lower case without punctuation, as Whisper normalizes"
 METRICS = {
     "accuracy": Metric(_by_prediction(_accuracy), "share of answers equal to a reference"),
     "vqa": Metric(_by_prediction(normal_forms.vqa_accuracy), "VQA accuracy, for 10 references"),
@@ -199,5 +210,7 @@ METRICS = {
     "cider": Metric(_cider, "CIDEr-D, from 0 to 10", "pycocoevalcap"),
     "wer": Metric(_errors("process_words"), "word error rate, of the nearest reference", "jiwer"),
     "cer": Metric(_errors("process_characters"), "character error rate, of the nearest reference", "jiwer"),
+    "wer_normalized": Metric(_errors("process_words", normalized=True), f"wer, {_NORMAL}", "jiwer"),
+    "cer_normalized": Metric(_errors("process_characters", normalized=True), f"cer, {_NORMAL}", "jiwer"),
 }
 """All metrics by name. Text is compared as it is unless the metric's definition normalizes it."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -137,14 +138,19 @@ def half_lengths(predictions, references):
     return {"length": [len(text) / 2 for text in predictions], "any": float(any(predictions))}
 
 
-def test_metrics_of_generated_answers_are_those_of_the_predictions_and_change_no_training(digits, tmp_path):
-    metrics = f"[accuracy, {__name__}:half_lengths]"
-    sets = f"data.validation={{other: {{shards: {digits}/held_out, interval: 2, samples: 9, metrics: {metrics}}}}}"
-    shared = ("modules.images.layout.dp=2", "modules.language.layout.dp=2", "placement.mode=shared")
+def test_metrics_of_generated_answers_are_those_of_the_predictions_and_change_no_training(tmp_path):
+    """On questions about images and audio."""
+    from data.demo.make import make_demo
+
+    jiwer = pytest.importorskip("jiwer")
+    demo = make_demo(tmp_path / "mixed", "mixed", train_samples=48, held_out_samples=16, shards=1)
+    metrics = f"[accuracy, wer, wer_normalized, {__name__}:half_lengths]"
+    sets = f"data.validation={{other: {{shards: {demo}/held_out, interval: 2, samples: 16, metrics: {metrics}}}}}"
+    shared = tuple(f"modules.{name}.layout.dp=2" for name in ("images", "audio", "language"))
     usual = ("train.iters=4", "optim.lr=0.1", "modules.language.llm.dropout=0.1", "data.pack=true", *shared)
-    plain = config("vlm_digits", tmp_path / "plain", digits, *usual)
+    plain = config("mixed_tiny", tmp_path / "plain", demo, *usual)
     watch = "checkpoint.keep_best={metric: eval/other/half_lengths/length, mode: max}"
-    with_metrics = config("vlm_digits", tmp_path / "metrics", digits, *usual, sets, watch)
+    with_metrics = config("mixed_tiny", tmp_path / "metrics", demo, *usual, sets, watch)
     for cfg in (plain, with_metrics):
         run_ranks(train_rank, 2, cfg)
     lines = read_metrics(tmp_path / "metrics" / "metrics.jsonl")
@@ -158,7 +164,12 @@ def test_metrics_of_generated_answers_are_those_of_the_predictions_and_change_no
     for name, each in of.items():
         assert values[f"eval/other/{name}"] == pytest.approx(sum(each) / len(each)), name
     assert any(of["half_lengths/length"]) and values["eval/other/half_lengths/any"] == 1
-    assert values["eval/other/exact_match"] == values["eval/other/accuracy"] and len(entries) >= 9
+    assert values["eval/other/exact_match"] == values["eval/other/accuracy"] and len(entries) >= 16
+    assert any("tone" in entry["question"] for entry in entries)
+    truths, answers = ([entry[name] for entry in entries] for name in ("truth", "answer"))
+    assert values["eval/other/wer"] == pytest.approx(jiwer.wer(truths, answers))
+    plain_words = [[re.sub(r"[^a-z0-9 ]", " ", text.lower()) for text in texts] for texts in (truths, answers)]
+    assert values["eval/other/wer_normalized"] == pytest.approx(jiwer.wer(*plain_words))
 
 
 @pytest.mark.parametrize(

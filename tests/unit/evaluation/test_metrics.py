@@ -128,6 +128,15 @@ def test_error_rates_are_those_of_jiwer():
         assert scores.each == pytest.approx([value for value, _ in nearest])
         assert scores.value == pytest.approx(rate([text for _, text in nearest], PREDICTIONS))
     assert of_one("wer", "word", "") == 1 and score(["wer"], [""], [[""]]) == {"wer": 0}
+    spoken = "So, it's [noise] Größe FIVE!"
+    assert of_one("wer", spoken, "so it s größe 5") == 1
+    assert (
+        of_one("wer_normalized", spoken, "so it s größe 5")
+        == of_one("wer_normalized", "so it s größe 5", spoken)
+        == 0.2
+    )
+    assert of_one("cer_normalized", spoken, "SO IT S GRÖSSE FIVE") == pytest.approx(2 / 19)
+    assert score(["wer_normalized"], ["(uh)", "?"], [["..."], ["yes."]]) == {"wer_normalized": 1}
 
 
 def test_rouge_is_that_of_its_library_on_the_best_reference():
