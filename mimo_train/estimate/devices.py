@@ -35,6 +35,8 @@ class Device:
     """Bandwidth to other GPUs of the node, in bytes/s per direction."""
     across: float
     """Bandwidth to other nodes for each GPU, in bytes/s."""
+    host: float
+    """Bandwidth to the host's memory, in bytes/s per direction."""
     latency: float = LATENCY_INSIDE
     """Latency of a message inside a node, in seconds."""
     eighth: float = 0.0
@@ -49,22 +51,30 @@ _TERA, _GIGA = 1e12, 1e9
 
 
 def _device(
-    name: str, memory: float, eighth: float, half: float, single: float, traffic: float, inside: float, across: float
+    name: str,
+    memory: float,
+    eighth: float,
+    half: float,
+    single: float,
+    traffic: float,
+    inside: float,
+    across: float,
+    host: float,
 ) -> Device:
-    """Return a device from GB, TFLOP/s (three) and GB/s (three)."""
-    rates = half * _TERA, single * _TERA, traffic * _GIGA, inside * _GIGA, across * _GIGA
+    """Return a device from GB, TFLOP/s (three) and GB/s (four)."""
+    rates = half * _TERA, single * _TERA, traffic * _GIGA, inside * _GIGA, across * _GIGA, host * _GIGA
     return Device(name, memory * _GIGA, *rates, eighth=eighth * _TERA)
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _device("a100-40", 40, 0, 312, 19.5, 1555, 300, 25),
-        _device("a100", 80, 0, 312, 19.5, 2039, 300, 25),
-        _device("h100", 80, 1979, 989, 67, 3350, 450, 50),
-        _device("h200", 141, 1979, 989, 67, 4800, 450, 50),
-        _device("b200", 180, 4500, 2250, 75, 7700, 900, 50),
-        _device("l40s", 48, 733, 362, 91.6, 864, 25, 12.5),
+        _device("a100-40", 40, 0, 312, 19.5, 1555, 300, 25, 32),
+        _device("a100", 80, 0, 312, 19.5, 2039, 300, 25, 32),
+        _device("h100", 80, 1979, 989, 67, 3350, 450, 50, 64),
+        _device("h200", 141, 1979, 989, 67, 4800, 450, 50, 64),
+        _device("b200", 180, 4500, 2250, 75, 7700, 900, 50, 64),
+        _device("l40s", 48, 733, 362, 91.6, 864, 25, 12.5, 32),
     )
 }
 """SXM modules, except l40s (PCIe). Their usual servers have a 400 Gbit/s network card per GPU (a100 200, l40s 100);

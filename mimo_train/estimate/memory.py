@@ -22,7 +22,7 @@ from mimo_train.layout.adapters import quantized_parameters
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.fusions import NO_COMPILER, fusions_of
 from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
-from mimo_train.layout.ranks import layers_of_stage, pipeline_stages, stage_layers, stages_to_end
+from mimo_train.layout.ranks import ModuleLayout, layers_of_stage, pipeline_stages, stage_layers, stages_to_end
 from mimo_train.layout.run import Run
 from mimo_train.models.blocks.attention.spec import Attention
 from mimo_train.models.blocks.base import Layer, Share
@@ -60,6 +60,10 @@ class Memory:
             self.activations + other.activations,
             max(self.work, other.work),
         )
+
+    def with_activations(self, other: "Memory") -> "Memory":
+        """Return the memory of weights and optimizer with that of activations, whose work is at the same time."""
+        return replace(self + other, work=self.work + other.work)
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,20 @@ def run_memory(run: Run, vocab: int, media_per_sample: Mapping[str, float] | Non
 
 def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sample: float = 1.0) -> Memory:
     """Return the memory of a rank of one pipeline stage. Arguments as in `stage_memory`."""
-    cfg, module = run.cfg, run.layout.modules[name]
+    state = state_of_stage(run.cfg, run.layout.modules[name], stage, vocab)
+    return state.with_activations(activations_of_stage(run, name, stage, vocab, media_per_sample))
+
+
+def activations_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sample: float = 1.0) -> Memory:
+    """Return the activations of a rank of one pipeline stage, and their work. Arguments as in `stage_memory`."""
+    if name == LANGUAGE:
+        return _language_activations(run, stage, vocab)
+    return _encoder_activations(run, name, stage, media_per_sample)
+
+
+def state_of_stage(cfg: ConfigContainer, module: ModuleLayout, stage: int, vocab: int) -> Memory:
+    """Return the memory of a rank of one pipeline stage without activations; as work, weights while they are used."""
+    name = module.name
     sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "vpp": module.vpp}
     sizes |= {"stage": stage, "stages": module.pp}
     counts = module_parameters(cfg, name, vocab, **sizes)
@@ -156,12 +173,7 @@ def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sampl
     quantized, largest = quantized_parameters(name, cfg.modules[name], cfg.llm.hidden_size, **sizes)
     # A weight is dequantized while it is used.
     memory += Memory(weights=quantized_bytes(quantized) - quantized * BYTES[cfg.train.precision])
-    dequantized = largest * BYTES[cfg.train.precision]
-    if name == LANGUAGE:
-        memory += _language_activations(run, stage, vocab)
-    else:
-        memory += _encoder_activations(run, name, stage, media_per_sample)
-    return replace(memory, work=memory.work + gathered + dequantized)
+    return memory + Memory(work=gathered + largest * BYTES[cfg.train.precision])
 
 
 def quantized_bytes(weights: int) -> int:

@@ -172,8 +172,8 @@ def recompute_part_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         recompute = cfg.recompute_of(name)
         parts = recompute_parts(recompute)
         of_module = f"modules.{name}." if module.offload_activations else "train."
-        if cfg.offload_of(name) and recompute not in ("none", "selective"):
-            text = f"layers requires recompute none or selective of {name} (is {recompute}). Set one of them to none"
+        if cfg.offload_of(name) and recompute == "full":
+            text = f"layers is not supported with recompute=full of {name}. Set one of them to none, or recompute parts"
             yield Fault(f"{of_module}offload_activations", text)
         foreign = isinstance(module.llm, TransformersLlm) or (
             isinstance(module.encoder, PlainSpec) and bool(module.offload_activations)

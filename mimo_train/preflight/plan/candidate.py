@@ -1,6 +1,6 @@
 """A candidate layout: its config, and the memory of its fullest rank."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.config.schema_run import PlacementConfig
-from mimo_train.estimate.memory import Memory, memory_of_stage
+from mimo_train.estimate.memory import Memory, activations_of_stage, state_of_stage
 from mimo_train.layout.batch import Batch
 from mimo_train.layout.placement import Edge, connections
 from mimo_train.layout.ranks import ModuleLayout, RunLayout
@@ -35,6 +35,8 @@ class Candidate:
     gpus: int
     shared: frozenset[str] = frozenset()
     """Encoders on the ranks of the language model's first stage."""
+    offload: bool = False
+    """True if activations are on the host (`train.offload_activations`)."""
     together: bool = False
     """True if the other encoders share their ranks with each other."""
 
@@ -82,7 +84,12 @@ class Candidate:
             cfg,
             modules=modules,
             placement=self.placement(cfg),
-            train=replace(cfg.train, micro_batch_size=self.micro_batch_size, recompute=self.recompute),
+            train=replace(
+                cfg.train,
+                micro_batch_size=self.micro_batch_size,
+                recompute=self.recompute,
+                offload_activations="layers" if self.offload else "none",
+            ),
             optim=replace(cfg.optim, distributed_optimizer=self.distributed_optimizer),
         )
 
@@ -133,25 +140,27 @@ class FullestRank:
 
     def __call__(self, candidate: Candidate) -> int:
         """Return the bytes, of the modules that the candidate has."""
-        last = candidate.language.pp - 1
-        # The stages of a language model that differ: the first, the second, the last.
-        stages = {stage: self._stage(candidate, LANGUAGE, stage) for stage in {0, min(1, last), last}}
-        first = sum((self._stage(candidate, name, 0) for name in candidate.shared), stages[0])
-        totals = [first.total, *(memory.total for memory in stages.values())]
-        encoders = [
-            [self._stage(candidate, name, stage) for stage in {0, candidate.layouts[name].pp - 1}]
-            for name in candidate.apart
-        ]
-        if candidate.together:
-            totals += [sum(memories, Memory()).total for memories in zip(*encoders, strict=True)]
-        return max(totals + [memory.total for memories in encoders for memory in memories])
+        return _fullest(candidate, self._stage)
+
+    def states(self, candidate: Candidate) -> int:
+        """Return the bytes without activations: a lower bound for any `train.recompute` and microbatch."""
+        return _fullest(candidate, self._state)
+
+    def _state(self, candidate: Candidate, name: str, stage: int) -> Memory:
+        layout, divided = candidate.layouts[name], candidate.distributed_optimizer
+        key = name, stage, divided, *vars(layout).values()
+        if key not in self._known:
+            cfg = replace(self._cfg, optim=replace(self._cfg.optim, distributed_optimizer=divided))
+            module = ModuleLayout(name=name, first_rank=0, **vars(layout))
+            self._known[key] = state_of_stage(cfg, module, stage, self._vocab)
+        return self._known[key]
 
     def _stage(self, candidate: Candidate, name: str, stage: int) -> Memory:
         layout, language = candidate.layouts[name], candidate.language
         if name != LANGUAGE:  # depends only on these sizes of the language model
             language = LayoutConfig(pp=language.pp, dp=language.dp)
         is_shared = name in candidate.shared
-        options = candidate.micro_batch_size, candidate.recompute, candidate.distributed_optimizer
+        options = candidate.micro_batch_size, candidate.recompute, candidate.offload, candidate.distributed_optimizer
         key = name, stage, is_shared, *options, *vars(layout).values(), *vars(language).values()
         if key not in self._known:
             layouts = {other: LayoutConfig() for other in self._cfg.encoders} | {LANGUAGE: language, name: layout}
@@ -159,5 +168,21 @@ class FullestRank:
             reduced = replace(candidate, layouts=layouts, shared=shared, together=False)
             cfg = reduced.config(self._cfg)
             run = Run(cfg, reduced.run_layout(cfg), Batch.of(cfg))
-            self._known[key] = memory_of_stage(run, name, stage, self._vocab, self._media.get(name, 0.0))
+            activations = activations_of_stage(run, name, stage, self._vocab, self._media.get(name, 0.0))
+            self._known[key] = self._state(candidate, name, stage).with_activations(activations)
         return self._known[key]
+
+
+def _fullest(candidate: Candidate, of_stage: Callable[[Candidate, str, int], Memory]) -> int:
+    """Return the bytes of the fullest rank, from the memory of a stage of a module."""
+    last = candidate.language.pp - 1
+    # The stages of a language model that differ: the first, the second, the last.
+    stages = {stage: of_stage(candidate, LANGUAGE, stage) for stage in {0, min(1, last), last}}
+    first = sum((of_stage(candidate, name, 0) for name in candidate.shared), stages[0])
+    totals = [first.total, *(memory.total for memory in stages.values())]
+    encoders = [
+        [of_stage(candidate, name, stage) for stage in {0, candidate.layouts[name].pp - 1}] for name in candidate.apart
+    ]
+    if candidate.together:
+        totals += [sum(memories, Memory()).total for memories in zip(*encoders, strict=True)]
+    return max(totals + [memory.total for memories in encoders for memory in memories])

@@ -1,6 +1,6 @@
 """Seconds of a pipeline stage: computation, messages, gradients, optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -43,6 +43,30 @@ class StageCost:
     """Optimizer update of a step, with the all-gather of weights."""
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of the activations of a layer."""
+
+    kept: float = 0.0
+    """Those that forward makes for backward, without recomputation."""
+    again: float = 0.0
+    """Those that backward makes again."""
+    copied: float = 0.0
+    """Those that go to the host and back."""
+
+    @classmethod
+    def of(cls, layer: Layer, share: Share, recompute: str) -> "Traffic":
+        """Return those of a dense layer with a value of `train.recompute`."""
+        kept = layer.kept(share)
+        if recompute == "full":
+            return cls(kept, kept - share.local_tokens * layer.hidden * share.size)
+        parts = tuple("mlp" if part == "experts" else part for part in recompute_parts(recompute))
+        return cls(kept, kept - layer.kept(share, parts))
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.kept + other.kept, self.again + other.again, self.copied + other.copied)
+
+
 class Costs:
     """Computes the costs of the stages of any layout of a run."""
 
@@ -56,15 +80,17 @@ class Costs:
         self._module_work = cache(
             lambda name, recompute: module_work(cfgs[recompute], name, vocab, media.get(name, 0.0))
         )
-        self._parameters = cache(self._parameters_of)
+        self._parameters, self._copied = cache(self._parameters_of), cache(self._copied_of)
 
     def language(
-        self, layout: LayoutConfig, samples: int, recompute: str, distributed_optimizer: bool
+        self, layout: LayoutConfig, samples: int, recompute: str, offload: bool, distributed_optimizer: bool
     ) -> list[StageCost]:
         """Return the costs of each stage, for microbatches of `samples` samples on a data-parallel rank."""
         llm, cp = self._cfg.llm, layout.cp
         tokens = samples * self._cfg.sample_length // cp
-        kept = _dense_layer(llm.mlp()).kept(Share(tokens, self._size, tp=layout.tp, sp=layout.sp))
+        traffic = Traffic.of(_dense_layer(llm.mlp()), Share(tokens, self._size, tp=layout.tp, sp=layout.sp), recompute)
+        if offload:
+            traffic = replace(traffic, copied=self._copied(tokens, layout.tp, layout.sp, recompute))
         forward, backward = self._inside_language(layout, tokens)
         costs, cached = [], dict[tuple[Work, bool, bool], StageCost]()
         for stage in range(layout.pp):
@@ -72,7 +98,7 @@ class Costs:
             key = work, stage == 0, stage == layout.pp - 1
             if key not in cached:
                 layers = layers_of_stage(llm.num_layers, stage, layout.pp)
-                seconds = self._seconds(work, recompute, samples / (layout.tp * cp), layers, kept)
+                seconds = self._seconds(work, recompute, samples / (layout.tp * cp), layers, traffic)
                 # One of the two exchanges of a layer is attention's.
                 parts = 2 if recompute == "full" else len({*recompute_parts(recompute)} - {"norms"})
                 again = forward * layers * min(parts, 2) / 2
@@ -85,7 +111,13 @@ class Costs:
         return costs
 
     def encoder(
-        self, name: str, layout: LayoutConfig, samples: float, recompute: str, distributed_optimizer: bool
+        self,
+        name: str,
+        layout: LayoutConfig,
+        samples: float,
+        recompute: str,
+        offload: bool,
+        distributed_optimizer: bool,
     ) -> list[StageCost]:
         """Return the costs of each stage of an encoder, for microbatches of `samples` samples on one replica."""
         module, size = self._cfg.modules[name], self._size
@@ -94,17 +126,17 @@ class Costs:
         plain = isinstance(encoder, PlainSpec)
         parts = () if plain else tuple(encoder.parts.values())
         share = Share(int(tokens), size, tp=layout.tp, sp=layout.sp)
-        kept = sum(
-            _dense_layer(Mlp(part.hidden_size, part.ffn_hidden_size, part.activation == GATED)).kept(share)
-            for part in parts
-        )
+        layers = [_dense_layer(Mlp(part.hidden_size, part.ffn_hidden_size, part.activation == GATED)) for part in parts]
+        traffic = sum((Traffic.of(layer, share, recompute) for layer in layers), Traffic())
+        if offload:
+            traffic = replace(traffic, copied=traffic.kept - traffic.again)
         hidden = sum(part.hidden_size for part in parts)
         each = 4 * self._links.gather(tokens * hidden * size, layout.tp, layout.tp)
         costs = []
         for stage in range(layout.pp):
             work = self._work(name, recompute, stage, layout.pp, 1)
             layers_here = 1 if plain else layers_of_stage(max(part.built_layers for part in parts), stage, layout.pp)
-            seconds = self._seconds(work, recompute, samples / layout.tp, layers_here, kept)
+            seconds = self._seconds(work, recompute, samples / layout.tp, layers_here, traffic)
             ahead, back = self._gathering(name, layout, *seconds)
             messages = each * layers_here + ahead, each * layers_here * (work.matmuls_back > 0) + back
             costs.append(StageCost(*seconds, *messages, *self._tail(name, layout, stage, distributed_optimizer)))
@@ -149,16 +181,30 @@ class Costs:
         scatter = 0.0 if once else self._links.gather(count.trainable * _GRADIENT, layout.dp, layout.dp, lanes)
         return max(0.0, gather - forward), max(0.0, gather + scatter - backward) if backward else 0.0
 
-    def _seconds(self, work: Work, recompute: str, share: float, layers: int, kept: float) -> tuple[float, float]:
-        """Return the compute seconds, forward and backward; `share`: samples divided by the ranks that share them."""
+    def _copied_of(self, tokens: int, tp: int, sp: bool, recompute: str) -> float:
+        """Return the bytes that a layer of the language model copies to the host, the mean of its layers."""
+        share, layers = Share(tokens, self._size, tp=tp, sp=sp), self._cfg.llm.layers()
+        return sum(layer.kept(share, recompute_parts(recompute)) for layer in layers) / len(layers)
+
+    def _seconds(
+        self, work: Work, recompute: str, share: float, layers: int, traffic: "Traffic"
+    ) -> tuple[float, float]:
+        """Return the compute seconds, forward and backward, or those of copies to and from the host, which overlap;
+        `share`: samples divided by the ranks that share them."""
         has_gradients = work.matmuls_back + work.attention_back > 0
         device = self._links.device
-        traffic = layers * kept * devices.TOUCHED / (device.traffic * devices.TRAFFIC)
+        touched, again = (
+            layers * each * devices.TOUCHED / (device.traffic * devices.TRAFFIC)
+            for each in (traffic.kept, traffic.again)
+        )
+        copies = layers * traffic.copied / (device.host * devices.LINKS) if has_gradients else 0.0
         least = layers * devices.LEAST_LAYER
-        forward = max(least, share * self._computing(work.matmuls, work.attention, work.in_fp8) + traffic)
-        backward = share * self._computing(work.matmuls_back, work.attention_back, work.in_fp8_back) + 2 * traffic
+        forward = max(least, share * self._computing(work.matmuls, work.attention, work.in_fp8) + touched, copies)
+        backward = (
+            share * self._computing(work.matmuls_back, work.attention_back, work.in_fp8_back) + 2 * touched + again
+        )
         passes = 3 if recompute == "full" else 2
-        return forward, max(passes * least, backward) if has_gradients else 0.0
+        return forward, max(passes * least, backward, copies) if has_gradients else 0.0
 
     def _computing(self, matmuls: float, attention: float, in_fp8: float) -> float:
         """Return the seconds at the assumed rates; `in_fp8` of the FLOPs of matmuls are in fp8."""

@@ -167,7 +167,7 @@ class Predictor:
 
     def _costs_of(self, candidate: Candidate, name: str, samples: float) -> list[StageCost]:
         layout = candidate.layouts[name]
-        options = candidate.recompute, candidate.distributed_optimizer
+        options = candidate.recompute, candidate.offload, candidate.distributed_optimizer
         if name == LANGUAGE:
             return self._costs.language(layout, int(samples), *options)
         return self._costs.encoder(name, layout, samples, *options)

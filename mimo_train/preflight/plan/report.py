@@ -83,6 +83,7 @@ def _layouts(candidate: Candidate, cfg: ConfigContainer) -> str:
     modules = lay_out(candidate.config(cfg)).modules
     text = "; ".join(f"{name}{placement.get(name, '')} {module}" for name, module in modules.items())
     again = f", recompute {candidate.recompute}" if candidate.recompute != "none" else ""
+    again += ", activations on the host" if candidate.offload else ""
     return f"{text}; micro batch {candidate.micro_batch_size}{again}"
 
 

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import count, product
 from typing import cast
 
 from mimo_train.config.errors import ConfigError, Fault, UserError
@@ -72,11 +74,14 @@ def require_sound(cfg: ConfigContainer) -> None:
     """Raise ConfigError for faults that the config also has on one GPU."""
     if LANGUAGE not in cfg.modules:
         raise ConfigError(config_faults(cfg))
-    layouts = {name: LayoutConfig() for name in cfg.modules}
-    options = cfg.train.recompute, cfg.optim.distributed_optimizer
-    alone = Candidate(layouts, 1, *options, node=0, gpus=1, shared=frozenset(cfg.encoders))
-    if faults := faults_of(alone.config(cfg)):
+    if faults := _faults_on_one_gpu(cfg, cfg.train.recompute, cfg.train.offload_activations == "layers"):
         raise ConfigError(faults)
+
+
+def _faults_on_one_gpu(cfg: ConfigContainer, recompute: str, offload: bool) -> list[Fault]:
+    layouts, optimizer = {name: LayoutConfig() for name in cfg.modules}, cfg.optim.distributed_optimizer
+    shared = frozenset(cfg.encoders)
+    return faults_of(Candidate(layouts, 1, recompute, optimizer, 0, 1, shared, offload).config(cfg))
 
 
 class NothingFits(UserError):
@@ -110,30 +115,46 @@ class _Search:
         self._cfg, self._request = cfg, request
         self._space = Space(cfg, request.gpus, request.node)
         links = Links(request.device, request.node)
-        recomputes = {each: replace(cfg, train=replace(cfg.train, recompute=each)) for each in self._space.recomputes()}
-        costs = Costs(recomputes, request.vocab, dict(request.media), links)
+        recomputes = ("none", *(recompute for recompute, _ in self._space.savings()))
+        cfgs = {each: replace(cfg, train=replace(cfg.train, recompute=each)) for each in recomputes}
+        costs = Costs(cfgs, request.vocab, dict(request.media), links)
         self._predictor = Predictor(cfg, costs, links, request.shares)
         self._room = request.device.memory * (1 - request.margin)
         self._fullest = FullestRank(cfg, request.vocab, request.media)
         self._least, self._rejected = math.inf, cast(Fault | None, None)
+        self._is_short = False
+        """True if a layout lacked memory for activations."""
         self.legal = self.predicted = 0
 
     def proposals(self) -> list[Proposal]:
         """Return the layouts that fit, the fastest first: at least the best `top`, one of each language layout and
         placement of encoders."""
-        alone = [(self._predictor.seconds(candidate), candidate) for candidate in self._space.language()]
-        self.legal, proposals = len(alone), list[Proposal]()
-        for least, language in sorted(alone, key=lambda option: option[0]):
+        numbers, proposals = count(), list[Proposal]()
+        alone = [(self._predictor.seconds(candidate), next(numbers), candidate) for candidate in self._space.language()]
+        self.legal = len(alone)
+        heapify(alone)
+        while alone:
+            least, _, language = heappop(alone)
             last = proposals[self._request.top - 1 : self._request.top]
             if last and least >= last[0].prediction.seconds:  # no encoders make it faster
                 break
-            if self._memory(language) > self._room:
-                continue
-            candidates = [(self._predictor.seconds(candidate), candidate) for candidate in self._candidates(language)]
-            self.predicted += len(candidates)
-            proposals += self._best(candidates)
-            proposals.sort(key=lambda proposal: proposal.prediction.seconds)
+            self._is_short = False
+            if self._fits(language):
+                candidates = [
+                    (self._predictor.seconds(candidate), candidate) for candidate in self._candidates(language)
+                ]
+                self.predicted += len(candidates)
+                proposals += self._best(candidates)
+                proposals.sort(key=lambda proposal: proposal.prediction.seconds)
+            if self._is_short and (language.recompute, language.offload) == ("none", False):
+                for recompute, offload in self._savings:
+                    saving = replace(language, recompute=recompute, offload=offload)
+                    heappush(alone, (self._predictor.seconds(saving), next(numbers), saving))
         return proposals
+
+    @cached_property
+    def _savings(self) -> list[tuple[str, bool]]:
+        return [saving for saving in self._space.savings() if not _faults_on_one_gpu(self._cfg, *saving)]
 
     def _best(self, candidates: list[tuple[float, Candidate]]) -> Iterator[Proposal]:
         """Yield the fastest candidate that fits and has no faults for each placement of encoders; of equal ones the
@@ -144,19 +165,22 @@ class _Search:
             candidates, key=lambda option: (math.floor(math.log(option[0]) / width), option[1].world_size, option[0])
         ):
             placement = candidate.shared, candidate.together
-            if placement in done or (memory := self._memory(candidate)) > self._room:
+            if placement in done or not self._fits(candidate):
                 continue
             if faults := faults_of(candidate.config(self._cfg)):
                 self._rejected = faults[0]
                 continue
             done.add(placement)
-            yield Proposal(candidate, self._predictor.predict(candidate), memory)
+            yield Proposal(candidate, self._predictor.predict(candidate), self._fullest(candidate))
 
-    def _memory(self, candidate: Candidate) -> int:
-        memory = self._fullest(candidate)
-        if len(candidate.layouts) == len(self._cfg.modules):
+    def _fits(self, candidate: Candidate) -> bool:
+        memory = self._fullest.states(candidate)
+        if memory <= self._room:
+            memory = self._fullest(candidate)
+            self._is_short = self._is_short or memory > self._room
+        if memory > self._room:
             self._least = min(self._least, memory)
-        return memory
+        return memory <= self._room
 
     def _candidates(self, language: Candidate) -> Iterator[Candidate]:
         """Yield a candidate with every layout and placement of encoders."""
@@ -214,6 +238,6 @@ class _Search:
         if self._rejected is not None:
             return UserError(f"--gpus: checks reject all layouts that fit, the last one because of {self._rejected}")
         return NothingFits(
-            f"--gpus: no layout fits on {request.gpus} x {request.device.name}: the one that needs least has ranks of "
-            f"{self._least / GIB:.3g} GiB, and {room:.3g} GiB are there ({request.margin:.0%} kept free)"
+            f"--gpus: no layout fits on {request.gpus} x {request.device.name}: each needs at least "
+            f"{self._least / GIB:.3g} GiB a rank, and {room:.3g} GiB are there ({request.margin:.0%} kept free)"
         )

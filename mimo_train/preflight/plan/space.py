@@ -15,9 +15,8 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.config.schema_optim import OF_WHOLE_MATRICES
-from mimo_train.config.transformers_llm import TransformersLlm, TransformersSizes
+from mimo_train.config.transformers_llm import TransformersSizes
 from mimo_train.layout.batch import Batch, sequence_faults
-from mimo_train.layout.kernels import compiled_modules, has_fp8
 from mimo_train.layout.legality import encoder_faults, fsdp_faults, language_faults, projector_faults
 from mimo_train.preflight.plan.candidate import Candidate, ranks_of
 
@@ -38,11 +37,11 @@ class Space:
         self._encoder_is_legal = cache(self._is_legal_encoder)
 
     def language(self) -> Iterator[Candidate]:
-        """Yield a candidate without encoders for every layout of the language model, on all GPUs or fewer."""
+        """Yield a candidate without encoders for every layout of the language model, on all GPUs or fewer. It keeps all
+        activations."""
         cfg, length, batch = self._cfg, self._cfg.data.sequence_length, self._cfg.train.global_batch_size
         node = self._node if self._gpus > self._node else 0
         optimizers = (True,) if cfg.optim.distributed_optimizer else (False, True)
-        options = [*product(self.recomputes(), optimizers)]
         for tp, pp, cp in product(_divisors(self._node), range(1, cfg.llm.num_layers + 1), _powers(MOST_CP)):
             ranks = tp * pp * cp
             if isinstance(cfg.llm, TransformersSizes) and ranks > 1:
@@ -62,14 +61,16 @@ class Space:
                     if dp > 1 and self._can_shard(LANGUAGE):
                         layouts.append(replace(whole, fsdp=True))
                     for layout in layouts:
-                        for recompute, divided in options:
-                            yield Candidate({LANGUAGE: layout}, micro, recompute, divided, node, self._gpus)
+                        for divided in optimizers:
+                            yield Candidate({LANGUAGE: layout}, micro, "none", divided, node, self._gpus)
 
-    def recomputes(self) -> tuple[str, ...]:
-        """Return the values of `train.recompute` to try."""
-        if any(map(self._cfg.offload_of, self._cfg.modules)):  # excludes the others
-            return tuple(dict.fromkeys(("none", self._cfg.train.recompute)))
-        return tuple(dict.fromkeys(("none", *_parts_to_recompute(self._cfg), self._cfg.train.recompute, "full")))
+    def savings(self) -> list[tuple[str, bool]]:
+        """Return the ways to keep less on the device than all activations: values of `train.recompute`, with the rest
+        on the device or on the host. Checks may reject them."""
+        train, block = self._cfg.train, "experts" if self._cfg.llm.num_experts else "mlp"
+        parts = ("norms", block, f"{block}+norms", f"attention+{block}+norms")
+        values = dict.fromkeys(("none", *parts, train.recompute, "full"))
+        return [way for way in product(values, (False, True)) if way != ("none", False)]
 
     def shared(self, name: str, candidate: Candidate) -> Iterator[LayoutConfig]:
         """Yield layouts of an encoder on the ranks of the language model's first stage."""
@@ -156,11 +157,3 @@ def _powers(most: int) -> list[int]:
 def _divisors(number: int) -> tuple[int, ...]:
     low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return tuple(sorted({*low, *(number // each for each in low)}))
-
-
-def _parts_to_recompute(cfg: ConfigContainer) -> list[str]:
-    """Return the parts of layers to try: the feed-forward block."""
-    plain = any(isinstance(module.encoder, PlainSpec) for module in cfg.encoders.values())
-    if plain or isinstance(cfg.language.llm, TransformersLlm) or has_fp8(cfg) or compiled_modules(cfg):
-        return []
-    return ["experts" if cfg.llm.num_experts else "mlp"]

@@ -31,7 +31,12 @@ CASES = {
         ("layout=two_processes",),
         ("modules.images.recompute=mlp+attention+norms", "modules.language.recompute=mlp+norms"),
     ),
-    "offloaded stages": ("gpt_tiny", 2, ("layout=language_pp2",), ("train.offload_activations=layers",)),
+    "offloaded stages": (
+        "gpt_tiny",
+        2,
+        ("layout=language_pp2",),
+        ("train.offload_activations=layers", "train.recompute=attention+norms"),
+    ),
     "offloaded, soft caps, fused": (
         *("gpt_tiny", 1),
         (f"{LLM}attention_softcap=5", "train.fusions.activation=always"),

@@ -59,7 +59,7 @@ FAULTS = {
     "parts in fp8": (("train.fp8=tensorwise", BF16, "train.recompute=mlp"), "mlp is not supported with fp8"),
     "compiled": (("train.compile=layers", "train.recompute=mlp"), "recompute=mlp (of modules."),
     "offloaded and recomputed": (("train.offload_activations=layers", "train.recompute=full"),
-                                 "train.offload_activations: layers requires recompute none or selective of images"),
+                                 "train.offload_activations: layers is not supported with recompute=full of images"),
 }  # fmt: skip
 
 

@@ -54,6 +54,8 @@ CASES = {
     "recomputed experts": ("gpt_tiny", 0, (MOE, "train.recompute=experts", HALF)),
     "offloaded": ("gpt_tiny", 0, ("data.sequence_length=512", f"{LANGUAGE}pp=2", "train.offload_activations=layers",
                                   HALF)),
+    "offloaded, recomputed": ("gpt_tiny", 0, ("data.sequence_length=512", "train.offload_activations=layers",
+                                              "train.recompute=mlp+norms", HALF)),
     "single operations": ("gpt_tiny", 0, (*GATED, "train.fusions.activation=never", HALF)),
     "replicated optimizer": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2", "optim.distributed_optimizer=false", HALF)),
     "divided optimizer": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2", HALF)),

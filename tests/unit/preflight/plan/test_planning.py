@@ -1,6 +1,7 @@
 """Proposals are legal, fit, and are the best in the model; their overrides select them."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -18,10 +19,11 @@ from mimo_train.estimate.memory import rank_memory, stage_memory
 from mimo_train.estimate.parameters import padded_vocab_size
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check import check
-from mimo_train.preflight.plan.candidate import Candidate
+from mimo_train.preflight.plan.candidate import Candidate, FullestRank
 from mimo_train.preflight.plan.costs import Costs
 from mimo_train.preflight.plan.predict import Predictor, Stage, schedule_seconds
 from mimo_train.preflight.plan.search import Request, plan, require_sound
+from mimo_train.preflight.plan.space import Space
 from tests.unit.configs import changed, load
 
 FOLDER = shipped_configs() / RECIPES
@@ -35,10 +37,10 @@ def request(cfg, gpus: int, **changes) -> Request:
     return Request(gpus, **values | changes)
 
 
-def predictor(cfg, asked: Request) -> Predictor:
+def predictor(cfg, asked: Request, recomputes: Iterable[str] = ("none",)) -> Predictor:
     """Return the predictor of the search, for single candidates."""
     links = Links(asked.device, asked.node)
-    cfgs = {each: replace(cfg, train=replace(cfg.train, recompute=each)) for each in ("none", "full")}
+    cfgs = {each: replace(cfg, train=replace(cfg.train, recompute=each)) for each in recomputes}
     return Predictor(cfg, Costs(cfgs, asked.vocab, dict(asked.media), links), links)
 
 
@@ -153,7 +155,9 @@ def test_a_config_with_faults_is_not_planned():
 def test_what_fits_nowhere_says_how_much_is_missing():
     cfg = load(f"{RECIPES}/llava_1_5_finetune")
     device = replace(DEVICES["h100"], memory=4e9)
-    with pytest.raises(UserError, match=r"--gpus: no layout fits on 8 x h100: .* GiB, and 3.17 GiB are there \(15%"):
+    with pytest.raises(
+        UserError, match=r"--gpus: no layout fits on 8 x h100: .* GiB a rank, and 3.17 GiB are there \(15%"
+    ):
         plan(cfg, request(cfg, 8, device=device))
 
 
@@ -165,6 +169,26 @@ def test_less_memory_leaves_fewer_layouts():
         assert one.memory <= 0.85 * memory
         best[memory] = one.prediction.seconds
     assert best[40e9] > best[80e9] >= best[141e9]
+
+
+def test_the_fastest_saving_that_fits_is_proposed():
+    """On one GPU with less and less memory: of all ways to keep fewer activations, the fastest that fits."""
+    sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_layers": 8, "num_attention_heads": 8}
+    values = {"train__global_batch_size": 1, "train__precision": "bf16", "data__sequence_length": 8192}
+    cfg = gpt(**values, **{f"modules__language__llm__{key}": size for key, size in sizes.items()})
+    asked, space = request(cfg, 1, margin=0.0, top=1), Space(cfg, 1, 8)
+    (whole,) = (each for each in space.language() if each.distributed_optimizer)
+    ways = [("none", False), *(way for way in space.savings() if way != ("full", True))]
+    seconds, fullest = predictor(cfg, asked, dict(ways)).seconds, FullestRank(cfg, asked.vocab, asked.media)
+    options = [replace(whole, recompute=recompute, offload=offload) for recompute, offload in ways]
+    proposed = set()
+    for room in map(fullest, options):
+        (best,) = plan(cfg, replace(asked, device=replace(asked.device, memory=float(room)))).proposals
+        fastest = min((each for each in options if fullest(each) <= room), key=seconds)
+        assert best.prediction.seconds == seconds(fastest), (best.candidate, fastest)
+        proposed.add((best.candidate.recompute, best.candidate.offload))
+    assert {("none", False), ("norms", False), ("attention+mlp+norms", False)} <= proposed, proposed
+    assert any(offload for _, offload in proposed), proposed
 
 
 @pytest.mark.parametrize("rate", ["half", "traffic", "inside", "across"])
