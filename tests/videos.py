@@ -127,6 +127,9 @@ ODD_VIDEOS = {
     "rotated by 270, mkv": lambda: make_video("mkv", "libx264", rotation=270, **_SMALL),
     "b-frames": lambda: make_video("mp4", "libx264", options=_B, **_SMALL),
     "b-frames, mpeg4": lambda: make_video("mp4", "mpeg4", options=_B, **_SMALL),
+    "interlaced": lambda: make_video(
+        "mp4", "libx264", options=_B | {"x264-params": "tff=1"}, height=64, width=64, seed=1
+    ),
     "open gop": lambda: make_video("mp4", "libx264", images=60, options=_OPEN, **_SMALL),
     "open gop, hevc": lambda: make_video(
         "mp4", "libx265", images=60, options={"x265-params": f"open-gop=1:{_QUIET}"}, **_SMALL

@@ -186,7 +186,7 @@ def _video_header(file: Any, container: str, is_fragmented: bool) -> VideoHeader
     frames = 0 if container == "matroska" or is_fragmented else sum(not e.is_discard for e in stream.index_entries)
     seconds = (stream.duration or 0) * Fraction(stream.time_base)
     if not frames or not seconds:
-        packets = scan_packets(file, stream, container)
+        packets = scan_packets(file, stream)
         frames, seconds = len(packets.times), packets.seconds
     # Of Matroska files, libavformat may estimate the rate from the first frames.
     if not rate or abs(frames / rate - seconds) > seconds / 50 + 2 / rate:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
@@ -47,16 +47,16 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     A long frame may repeat. The frame before takes the place of one that the decoder leaves out.
     """
 
-    def middles(packets: Packets, unit: Fraction) -> Iterator[int]:
-        for part in range(count):
-            middle = packets.times[0] + Fraction(2 * part + 1, 2 * count) * packets.seconds / unit
-            yield bisect_right(packets.times, middle) - 1  # the last frame that has started by then
+    def middles(packets: Packets, unit: Fraction) -> list[int]:
+        middles = (Fraction(2 * part + 1, 2 * count) * packets.seconds / unit for part in range(count))
+        # the last frames that have started by then
+        return [bisect_right(packets.times, packets.times[0] + middle) - 1 for middle in middles]
 
     return _decode(raw, middles, bounds, exact=False)
 
 
 def _decode(
-    raw: bytes, choose: Callable[[Packets, Fraction], Iterable[int]], bounds: Bounds, exact: bool
+    raw: bytes, choose: Callable[[Packets, Fraction], Sequence[int]], bounds: Bounds, exact: bool
 ) -> Iterator[torch.Tensor]:
     """Yield the frames whose numbers `choose` returns, from the packets and the unit of their times in seconds."""
     try:
@@ -71,14 +71,15 @@ def _decode(
     try:
         with _opened(av, raw, header) as file:
             stream = video_stream(file)
-            packets, unit = scan_packets(file, stream, header.container), Fraction(stream.time_base)
+            packets, unit = scan_packets(file, stream), Fraction(stream.time_base)
         times = packets.times
         if len(times) != header.frames:
             raise DecodeError(f"its header says that it has {header.frames} frames, and it has {len(times)}")
-        decoder = _Decoder(av, raw, header, packets)
-        for number in choose(packets, unit):
-            if not 0 <= number < len(times):
-                raise DecodeError(f"it has {len(times)} frames, and none has the number {number}")
+        numbers = choose(packets, unit)
+        if excess := [number for number in numbers if not 0 <= number < len(times)]:
+            raise DecodeError(f"it has {len(times)} frames, and none has the number {excess[0]}")
+        decoder = _Decoder(av, raw, header, packets, numbers)
+        for number in numbers:
             frame = decoder.frame_at(number)
             near = times[max(number - 1, 0) : number + 2]
             if exact and (frame.pts != times[number] or near.count(times[number]) > 1):
@@ -110,11 +111,13 @@ def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
 
 
 class _Decoder:
-    """Decodes a video forwards, and seeks to the next key frame if that skips frames."""
+    """Decodes a video forwards. It seeks to the next key frame if that skips frames, and decodes no frames of H.264 that
+    no others need, except `numbers`."""
 
-    def __init__(self, av: Any, raw: bytes, header: VideoHeader, packets: Packets) -> None:
+    def __init__(self, av: Any, raw: bytes, header: VideoHeader, packets: Packets, numbers: Sequence[int]) -> None:
         self._open, self._error = (lambda: _opened(av, raw, header)), av.FFmpegError
         self._times, self._keys, self._seeks = packets.times, packets.keys, True
+        self._wanted = {packets.times[number] for number in numbers}
         self._begin()
 
     def frame_at(self, number: int) -> Any:
@@ -149,12 +152,11 @@ class _Decoder:
     def _advance(self, number: int) -> Any:
         """Return the last frame up to a number, or None."""
         time = self._times[number]
-        place = bisect_right(self._keys, time, key=lambda key_frame: key_frame[0]) - 1
+        place = bisect_right(self._keys, time) - 1
         if self._seeks and place >= 0:
-            shown, seek = self._keys[place]
-            before = bisect_left(self._times, shown) - 1
+            before = bisect_left(self._times, self._keys[place]) - 1
             if before > self._reached:
-                self._file.seek(seek, stream=video_stream(self._file))
+                self._file.seek(self._keys[place], stream=video_stream(self._file))
                 self._restart(before)
         while self._frame is None or self._frame.pts < time:
             frame = self._next or next(self._frames, None)
@@ -169,11 +171,17 @@ class _Decoder:
         return self._frame
 
     def _decoded(self) -> Iterator[Any]:
-        for frame in self._file.decode(video_stream(self._file)):
-            if frame.is_corrupt:
-                raise DecodeError(f"the frame at {float(frame.time or 0):.2f} s is damaged")
-            if frame.pts is not None:
-                yield frame
+        stream = video_stream(self._file)
+        context = stream.codec_context
+        skips = self._seeks and context.name == "h264"
+        for packet in self._file.demux(stream):
+            if skips:
+                context.skip_frame = "DEFAULT" if packet.pts in self._wanted else "NONREF"
+            for frame in packet.decode():
+                if frame.is_corrupt:
+                    raise DecodeError(f"the frame at {float(frame.time or 0):.2f} s is damaged")
+                if frame.pts is not None:
+                    yield frame
 
 
 def _upright(frame: Any, header: VideoHeader) -> torch.Tensor:

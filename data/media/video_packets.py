@@ -15,8 +15,8 @@ class Packets(NamedTuple):
 
     times: list[int]
     """Presentation times of its frames, ascending, without those that are never presented."""
-    keys: list[tuple[int, int]]
-    """(presentation time, time to seek) of every key frame, ascending."""
+    keys: list[int]
+    """Presentation times of key frames, ascending."""
     seconds: Fraction
     """Time from the first frame to the end of the last; 0 for one frame without a duration."""
 
@@ -29,9 +29,9 @@ def video_stream(file: Any) -> Any:
     raise DecodeError("no video track in it")
 
 
-def scan_packets(file: Any, stream: Any, container: str) -> Packets:
+def scan_packets(file: Any, stream: Any) -> Packets:
     """Read the packets of a stream of a PyAV container. Raises DecodeError without a frame."""
-    times, keys, last = list[int](), list[tuple[int, int]](), (0, 0)
+    times, keys, last = list[int](), list[int](), (0, 0)
     has_hidden_frames = stream.codec_context.name == "vp8"
     for packet in file.demux(stream):
         if packet.pts is None or packet.is_discard:
@@ -41,8 +41,7 @@ def scan_packets(file: Any, stream: Any, container: str) -> Packets:
         last = max(last, (packet.pts, packet.duration or 0)) if times else (packet.pts, packet.duration or 0)
         times.append(packet.pts)
         if packet.is_keyframe:
-            # MP4 files seek by decoding time.
-            keys.append((packet.pts, packet.dts if container == "mov" else packet.pts))
+            keys.append(packet.pts)
     if not times or not keys:
         raise DecodeError("no frame in it")
     times.sort()
