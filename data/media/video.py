@@ -76,8 +76,8 @@ def _decode(
         if len(times) != header.frames:
             raise DecodeError(f"its header says that it has {header.frames} frames, and it has {len(times)}")
         numbers = choose(packets, unit)
-        if excess := [number for number in numbers if not 0 <= number < len(times)]:
-            raise DecodeError(f"it has {len(times)} frames, and none has the number {excess[0]}")
+        if missing := [number for number in numbers if not 0 <= number < len(times)]:
+            raise DecodeError(f"it has {len(times)} frames, and none has the number {missing[0]}")
         decoder = _Decoder(av, raw, header, packets, numbers)
         for number in numbers:
             frame = decoder.frame_at(number)
@@ -111,8 +111,8 @@ def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
 
 
 class _Decoder:
-    """Decodes a video forwards. It seeks to the next key frame if that skips frames, and decodes no frames of H.264 that
-    no others need, except `numbers`."""
+    """Decodes a video forwards. It seeks to the next key frame if that skips frames, and decodes frames of H.264 that no
+    others need only if they are among `numbers`."""
 
     def __init__(self, av: Any, raw: bytes, header: VideoHeader, packets: Packets, numbers: Sequence[int]) -> None:
         self._open, self._error = (lambda: _opened(av, raw, header)), av.FFmpegError
