@@ -111,8 +111,10 @@ def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
 
 
 class _Decoder:
-    """Decodes a video forwards. It seeks to the next key frame if that skips frames, and decodes frames of H.264 that no
-    others need only if they are among `numbers`."""
+    """Decodes a video forwards. It seeks to the next key frame if that skips frames.
+
+    Frames of H.264 that no others need are decoded only if they are among `numbers`.
+    """
 
     def __init__(self, av: Any, raw: bytes, header: VideoHeader, packets: Packets, numbers: Sequence[int]) -> None:
         self._open, self._error = (lambda: _opened(av, raw, header)), av.FFmpegError
