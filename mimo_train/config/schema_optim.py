@@ -23,6 +23,13 @@ OPTIMIZERS = ("adamw", "muon", "lion", "adafactor")
 MOMENTS = ("fp32", "bf16", "8bit")
 """Values of `optim.moments`."""
 
+CHUNK = 2**26
+"""Elements whose states are in fp32, or on the device, at the same time, if they are stored in less, or on the host.
+A multiple of the blocks of 8 bit."""
+
+MUON_ITERATIONS = 5
+"""Iterations of Newton and Schulz that orthogonalise a matrix of Muon."""
+
 OF_WHOLE_MATRICES = ("muon", "adafactor")
 """Optimizers whose updates of an element depend on the others of its matrix."""
 
@@ -32,6 +39,7 @@ OF_OPTIMIZERS = {
     "eps": ("adamw", "muon"),
     "momentum": ("muon",),
     "moments": ("adamw", "muon", "lion"),
+    "offload": ("adamw", "muon", "lion"),
 }
 """Keys that some optimizers have no use for."""
 
@@ -68,6 +76,8 @@ class OptimConfig(Section):
     """Precision of moments: `fp32`, `bf16` or `8bit`. See docs/configuration.md#optimizers."""
     ema: float = key(0.0, at_least=0, below=1, zero_means="no average")
     """Decay rate of an average of the weights, in fp32; 0: no average. See docs/configuration.md#average-of-weights."""
+    offload: bool = False
+    """Keep moments and averages in pinned memory of the host between steps. See docs/configuration.md#optimizers."""
     clip_grad: float = key(1.0, at_least=0)
     """Largest gradient norm over all modules without `clip_grad` of their own; 0: no clipping."""
     loss_scale: float = key(0.0, at_least=0, at_most=MOST_SCALE, zero_means="dynamic")
@@ -82,6 +92,11 @@ class OptimConfig(Section):
     """Reduce the language model's gradients during its backward pass. See docs/configuration.md#overlap."""
     overlap_param_gather: bool = False
     """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
+
+    @property
+    def offloads(self) -> bool:
+        """True if states of the optimizer are on the host between steps. Those of Adafactor are small."""
+        return self.offload and self.name in OF_OPTIMIZERS["offload"]
 
     def faults(self, precision: str, of_modules: Sequence["OptimConfig"]) -> Iterator[Fault]:
         """Yield invalid values, alone and together; `precision`: `train.precision`; `of_modules`: the settings of all
@@ -154,6 +169,8 @@ class ModuleOptimConfig(Section):
     """As `optim.moments`: `fp32`, `bf16` or `8bit`."""
     ema: float | None = key(None, at_least=0, below=1)
     """As `optim.ema`: the decay rate of an average of the weights; 0: no average."""
+    offload: bool | None = None
+    """As `optim.offload`: keep moments and averages in pinned memory of the host between steps."""
     clip_grad: float | None = key(None, at_least=0)
     """Largest gradient norm of this module, clipped apart from the others; 0: no clipping."""
     projector_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
@@ -173,9 +190,11 @@ class ModuleOptimConfig(Section):
                 "applies to encoders only: the language model has no projector. Set it at the encoder's module",
             )
         optimizer, decay = self.name or optim.name, self.decay or optim.decay
-        if self.moments not in (None, OptimConfig.moments) and optimizer not in OF_OPTIMIZERS["moments"]:
-            text = f"is {self.moments}, but {optimizer} cannot use it. Remove it, or set {prefix}.name=adamw"
-            yield Fault(f"{prefix}.moments", text)
+        for unused in ("moments", "offload"):
+            value = getattr(self, unused)
+            if value not in (None, getattr(OptimConfig, unused)) and optimizer not in OF_OPTIMIZERS[unused]:
+                text = f"is {shown(value)}, but {optimizer} cannot use it. Remove it, or set {prefix}.name=adamw"
+                yield Fault(f"{prefix}.{unused}", text)
         if self.wsd_decay_fraction is not None and decay != "wsd":
             text = f"is {self.wsd_decay_fraction}, which requires decay wsd (is {decay}). Set {prefix}.decay=wsd"
             yield Fault(f"{prefix}.wsd_decay_fraction", text)

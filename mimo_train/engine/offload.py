@@ -78,8 +78,9 @@ class Offloaded:
                 continue
             for group in optimizer.optimizer.param_groups:
                 yield from (parameter.data for parameter in group["params"])
-            for state in optimizer.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            for parameter, state in optimizer.optimizer.state.items():
+                # `optim.offload` has them on the host already.
+                yield from (value for value in state.values() if value.device == parameter.device)
 
 
 def _moved(storage: torch.UntypedStorage, is_kept: bool) -> tuple[torch.UntypedStorage, int, torch.Tensor | None]:

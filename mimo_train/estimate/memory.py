@@ -13,7 +13,7 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import BLOCK
-from mimo_train.config.schema_optim import OptimConfig
+from mimo_train.config.schema_optim import CHUNK, OptimConfig
 from mimo_train.config.schema_train import recompute_parts
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
 from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows, vocabulary_parameters
@@ -45,11 +45,15 @@ class Memory:
     """Bytes kept for the backward pass."""
     work: int = 0
     """Further bytes at the peak."""
+    update: int = 0
+    """Further bytes in the optimizer's step, when no activations are kept."""
+    host: int = 0
+    """Bytes of optimizer states in the host's memory, not in `total`."""
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.work
+        return self.weights + self.gradients + self.optimizer + max(self.activations + self.work, self.update)
 
     def __add__(self, other: "Memory") -> "Memory":
         """Return the memory of two modules on one rank, which run one after the other."""
@@ -59,6 +63,8 @@ class Memory:
             self.optimizer + other.optimizer,
             self.activations + other.activations,
             max(self.work, other.work),
+            max(self.update, other.update),
+            self.host + other.host,
         )
 
     def with_activations(self, other: "Memory") -> "Memory":
@@ -102,6 +108,17 @@ of Adafactor, and the moments of vectors with both, are not counted."""
 def _state_bytes(optim: OptimConfig, name: str) -> float:
     """Return the bytes of a parameter's moments with optimizer `name`, and of the average of its weight."""
     return MOMENTS[name] * MOMENT_BYTES[optim.moments] + (4 if optim.ema else 0)
+
+
+def _update_bytes(optim: OptimConfig, parameters: float) -> int:
+    """Return the further bytes of the update of a rank's parameters, without those of one matrix or 8-bit moment:
+    states in fp32 or from the host, two numbers of each element of Lion, the directions of all matrices of Muon."""
+    elements = min(parameters, CHUNK)
+    in_fp32 = 4 * MOMENTS[optim.name] if optim.moments != "fp32" else 0
+    copied = _state_bytes(optim, optim.name) if optim.offloads else 0
+    if optim.name == "muon":
+        return math.ceil(4 * parameters)
+    return math.ceil(elements * (in_fp32 + copied + (8 if optim.name == "lion" else 0)))
 
 
 def states_text(cfg: ConfigContainer) -> str:
@@ -157,17 +174,24 @@ def state_of_stage(cfg: ConfigContainer, module: ModuleLayout, stage: int, vocab
     experts = counts.pop("experts", ParameterCount(0, 0))
     dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
     optim, replicas, gathered = cfg.optim_of(name), module.dp * module.cp if divided else 1, 0
-    states = _state_bytes(optim, optim.name)
+    kept = _state_bytes(optim, optim.name)
+    states = 0 if optim.offloads else kept
     memory = parameter_memory(dense, cfg.train.precision, replicas, states)
     if module.fsdp:
         shards = sharded_bytes(cfg, name, dense, module.dp)
-        of_rank = math.ceil(dense.trainable * states / module.dp)
+        replicas, of_rank = module.dp, math.ceil(dense.trainable * states / module.dp)
         memory, gathered = Memory(shards.weights, shards.gradients, of_rank), shards.gathered
-    memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1, states)
+    of_experts = module.expert_dp if divided else 1
+    memory += parameter_memory(experts, cfg.train.precision, of_experts, states)
+    updated = [dense.trainable / replicas, experts.trainable / of_experts]
+    if optim.offloads:
+        memory += Memory(host=math.ceil(sum(updated) * kept))
     if name == LANGUAGE and optim.name == "muon" and dense.trainable == dense.total:
-        vocabulary = vocabulary_parameters(cfg.llm, vocab, module.tp, stage, module.pp)
-        more = vocabulary * (_state_bytes(optim, "adamw") - states)
-        memory += Memory(optimizer=math.ceil(more / replicas))
+        vocabulary = vocabulary_parameters(cfg.llm, vocab, module.tp, stage, module.pp) / replicas
+        more = math.ceil(vocabulary * (_state_bytes(optim, "adamw") - kept))
+        memory += Memory(host=more) if optim.offloads else Memory(optimizer=more)
+        updated[0] -= vocabulary
+    memory += Memory(update=max(_update_bytes(optim, parameters) for parameters in updated))
     copies = {"tp": module.tp, "stages": module.pp, "vpp": module.vpp, "ep": module.ep, "etp": module.etp}
     memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, **copies))
     quantized, largest = quantized_parameters(name, cfg.modules[name], cfg.llm.hidden_size, **sizes)

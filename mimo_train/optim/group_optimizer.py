@@ -16,16 +16,13 @@ from torch.optim.optimizer import ParamsT
 
 from mimo_train.optim import adafactor, moments
 from mimo_train.optim.adafactor import COLUMNS, ROWS
-from mimo_train.optim.elementwise import adamw, lion
-from mimo_train.optim.moments import SCALE
+from mimo_train.optim.elementwise import EMA, adamw, average, elements_of, lion
+from mimo_train.optim.moments import OFFLOAD, SCALE
 from mimo_train.optim.muon import muon
 from mimo_train.optim.shards import Shard
 
 ALGORITHM, MOMENTS, MOMENTUM, IS_WAITING = "algorithm", "moments", "momentum", "is_waiting"
 """Keys of a parameter group: an `optim.name`; `optim.moments`; `optim.momentum`; true until the group is trained."""
-
-EMA = "ema"
-"""Key of a parameter group: `optim.ema`. Also the state with the average of a weight."""
 
 FACTORS = {ROWS: 0, COLUMNS: 1}
 """States that have an entry for each row or column of a matrix, with the dimension."""
@@ -112,11 +109,15 @@ class GroupOptimizer(torch.optim.Optimizer):
             moments.add_moment(state, name, parameter, group[MOMENTS])
         if group.get(EMA):
             state[EMA] = parameter.detach().clone()
+        if group.get(OFFLOAD):
+            state.update(moments.moved_to_host(state))
 
     def read_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the states of a parameter by name, flat: the tensors themselves, or copies on the host of those in 8
         bit."""
         state, values = self.state[parameter], {}
+        if parameter.is_cuda:
+            torch.cuda.current_stream().synchronize()  # states on the host are written by copies of the last step
         for name, value in state.items():
             if name + SCALE in state:
                 on_host = {each: state[each].cpu() for each in (name, name + SCALE)}
@@ -145,6 +146,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             for parameter in parameters:
                 self._add_states(group, parameter)
             states = [self.state[parameter] for parameter in parameters]
+            offloads = group.get(OFFLOAD, False)
             if is_collective:
                 numbers = [id(self.shards[parameter].parameter) for parameter in parameters]
                 _OF_MATRICES[group[ALGORITHM]](
@@ -155,9 +157,15 @@ class GroupOptimizer(torch.optim.Optimizer):
                     factor,
                 )
             else:
-                _ELEMENTWISE[group[ALGORITHM]](group, parameters, states, factor)
+                kept = [{name: value for name, value in state.items() if name != EMA} for state in states]
+                # Lion has two more numbers of an element meanwhile.
+                is_chunked = offloads or group[MOMENTS] != "fp32" or group[ALGORITHM] == "lion"
+                for elements in elements_of(group, parameters, kept, is_chunked=is_chunked):
+                    _ELEMENTWISE[group[ALGORITHM]](group, elements, factor)
             if group.get(EMA) and parameters:
-                torch._foreach_lerp_([state[EMA] for state in states], parameters, 1 - group[EMA])
+                averages = [{EMA: state[EMA]} for state in states]
+                for elements in elements_of(group, parameters, averages, is_chunked=offloads):
+                    average(group, elements)
 
 
 def install() -> None:

@@ -6,6 +6,8 @@ fractions of it. The fractions are dense near 0, as in "8-bit Optimizers via Blo
 checkpoints hold values, not codes.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -18,6 +20,43 @@ SCALE = "_scale"
 
 State = dict[str, torch.Tensor]
 """What an optimizer keeps of a parameter, by name."""
+
+OFFLOAD = "offload"
+"""Key of a parameter group: true if its states are in pinned memory of the host between steps (`optim.offload`)."""
+
+
+def moved_to_host(state: State) -> State:
+    """Return a state in host memory, pinned if it comes from a GPU."""
+    hosts = {
+        name: torch.empty_like(value, device="cpu", pin_memory=value.is_cuda).copy_(value)
+        for name, value in state.items()
+    }
+    return hosts
+
+
+@contextmanager
+def on_device(states: Sequence[State], device: torch.device, *, offloaded: bool) -> Iterator[Sequence[State]]:
+    """Yield states on the device, and write them back to host memory if they are offloaded."""
+    if not offloaded:
+        yield states
+        return
+    copies = [
+        {name: torch.empty_like(value, device=device).copy_(value, non_blocking=True) for name, value in state.items()}
+        for state in states
+    ]
+    yield copies
+    for state, copy in zip(states, copies, strict=True):
+        for name, value in state.items():
+            value.copy_(copy[name], non_blocking=True)
+
+
+def part_of(state: State, first: int, last: int) -> State:
+    """Return flat views of a range of elements, which begins at a multiple of `BLOCK`."""
+    return {
+        name: value.view(-1)[first // size : -(-last // size)]
+        for name, value in state.items()
+        for size in [BLOCK if name.endswith(SCALE) else 1]
+    }
 
 
 def add_moment(state: State, name: str, like: torch.Tensor, moments: str) -> None:

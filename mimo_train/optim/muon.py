@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mimo_train.config.schema_optim import MUON_ITERATIONS
 from mimo_train.optim import moments
-from mimo_train.optim.moments import State
+from mimo_train.optim.elementwise import EMA
+from mimo_train.optim.moments import OFFLOAD, State
 from mimo_train.optim.shards import Shard, exchange, gradient_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz iteration."""
-
-ITERATIONS = 5
 
 _RMS = 0.2
 """Root mean square of the updates of AdamW in practice."""
@@ -43,10 +43,12 @@ def muon(
     """
     momentum, directions = group["momentum"], {}
     for number, parameter in parameters.items():
-        average, gradient = moments.read(states[number], "exp_avg").view_as(parameter), gradient_of(parameter) * factor
-        average.lerp_(gradient, 1 - momentum)
-        moments.write(states[number], "exp_avg", average)
-        directions[number] = gradient.lerp_(average, momentum).view(-1)
+        kept = {name: value for name, value in states[number].items() if name != EMA}
+        with moments.on_device([kept], parameter.device, offloaded=group.get(OFFLOAD, False)) as (state,):
+            average, gradient = moments.read(state, "exp_avg").view_as(parameter), gradient_of(parameter) * factor
+            average.lerp_(gradient, 1 - momentum)
+            moments.write(state, "exp_avg", average)
+            directions[number] = gradient.lerp_(average, momentum).view(-1)
     for shard, matrix in exchange(shards, directions):
         update = _update(matrix, shard).reshape(-1)[shard.start : shard.stop]
         parameter = parameters[id(shard.parameter)]
@@ -104,7 +106,7 @@ def orthogonalised(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows, columns = matrix.shape
     x = (matrix.mT if rows > columns else matrix).to(dtype)
     x = x / (x.norm() + 1e-7)
-    for _ in range(ITERATIONS):
+    for _ in range(MUON_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if rows > columns else x).float() * (_RMS * max(rows, columns) ** 0.5)

@@ -16,6 +16,7 @@ from mimo_train.models.freeze import matching_parameters
 from mimo_train.models.parameters import global_names, mark
 from mimo_train.optim.group_optimizer import ALGORITHM, EMA, MOMENTS, MOMENTUM
 from mimo_train.optim.module_optimizer import RELEASE
+from mimo_train.optim.moments import OFFLOAD
 from mimo_train.optim.schedules import rates_of
 
 SETTINGS = "optimizer_settings"
@@ -67,8 +68,8 @@ def group_overrides(
 
 
 def _algorithm(optim: OptimConfig, is_matrix: bool) -> dict[str, Any]:
-    """Return the optimizer of a parameter, the precision of its moments and the decay rate of its average, where they
-    are not AdamW, fp32 and 0."""
+    """Return the optimizer of a parameter, the precision of its moments, the decay rate of its average and the place of
+    its states, where they are not AdamW, fp32, 0 and the device."""
     settings: dict[str, Any] = {}
     if optim.name == "muon" and is_matrix:
         settings = {ALGORITHM: "muon", MOMENTUM: optim.momentum}
@@ -76,6 +77,8 @@ def _algorithm(optim: OptimConfig, is_matrix: bool) -> dict[str, Any]:
         settings = {ALGORITHM: optim.name}
     if optim.moments != "fp32" and optim.name != "adafactor":
         settings[MOMENTS] = optim.moments
+    if optim.offloads:
+        settings[OFFLOAD] = True
     if optim.ema:
         settings[EMA] = optim.ema
     return settings

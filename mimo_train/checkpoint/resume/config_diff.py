@@ -52,7 +52,7 @@ FREE = {
         *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun", "stop_early"),  # stopping
         *("compile", "fusions"),
     },
-    "optim": {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},
+    "optim": {"distributed_optimizer", "offload", "overlap_grad_reduce", "overlap_param_gather"},
     "distill": {"layout", "first_rank"},
 }
 """Keys by section that change no number except by summation order."""
@@ -106,7 +106,7 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
             if section is not None:
                 others = {key for key in (*vars(section), *(was.get(part) or {})) if key not in reported}
                 yield from key_changes(was.get(part) or {}, section, f"{prefix}.{part}", others)
-        yield from key_changes(was, module, prefix, _unreported("modules", cfg) | {*SPECS, "lora"})
+        yield from key_changes(was, module, prefix, _unreported("modules", cfg) | FREE["optim"] | {*SPECS, "lora"})
 
 
 def _unreported(section: str, cfg: ConfigContainer) -> set[str]:

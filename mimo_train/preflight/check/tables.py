@@ -85,7 +85,8 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
     ]
     notes += [text for name in cfg.modules if (text := _sharding_text(run, name, vocab or 0))]
     if states := states_text(cfg):
-        notes.append(f"optimizer: {states}")
+        host = max(memory.host for memory in ranks.values()) / GIB
+        notes.append(f"optimizer: {states}" + (f"; {host:.3f} GiB of them on the host (optim.offload)" if host else ""))
     for name, module in cfg.modules.items():
         if weights := quantized_parameters(name, module, cfg.llm.hidden_size)[0]:
             size = f"{weights:,} weights in 4 bits, {quantized_bytes(weights) / GIB:.3f} GiB in all layers"

@@ -55,7 +55,7 @@ SAID = {
     },
     "optim": {
         *("lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
-        *("momentum", "moments", "wsd_decay_fraction", "loss_scale", "initial_loss_scale", "loss_scale_window"),
+        *("momentum", "moments", "ema", "wsd_decay_fraction", "loss_scale", "initial_loss_scale", "loss_scale_window"),
     },
     "distill": {"teacher", "sequence_length", "weight", "temperature", "top_k"},
     "preference": {

@@ -70,6 +70,32 @@ def test_states_of_optimizers_by_hand(options, of_matrices, of_embedding):
     others = parameters.module_parameters(run.cfg, "language", 384)["llm"].total - embedding
     expected = others * (4 + of_matrices) + embedding * (4 + of_embedding)
     assert stage.memory.optimizer == pytest.approx(expected, abs=2)
+    if any("adafactor" in option for option in options):
+        return
+    (offloaded,) = memory.stage_memory(
+        resolved(*fixed, *options, "optim.offload=true", config="gpt_tiny"), "language", 384
+    )
+    assert offloaded.memory.optimizer == 4 * (others + embedding)
+    assert offloaded.memory.host == pytest.approx(stage.memory.optimizer - offloaded.memory.optimizer, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_of_parameter"),
+    [
+        ((), 0),
+        (("optim.moments=8bit",), 8),
+        (("optim.moments=bf16", "optim.offload=true"), 8 + 4),
+        (("optim.name=lion",), 8),
+        (("optim.name=muon",), 4),
+    ],
+)
+def test_an_update_takes_memory_when_activations_do_not(options, bytes_of_parameter):
+    run = resolved("layout=language_one", *options, config="gpt_tiny")
+    (stage,) = memory.stage_memory(run, "language", 384)
+    parameters_ = stage.memory.weights // 4 - (384 * run.cfg.llm.hidden_size if "muon" in str(options) else 0)
+    assert stage.memory.update == bytes_of_parameter * parameters_
+    kept = Memory(weights=1, gradients=1, optimizer=1, activations=5, work=2)
+    assert kept.total == (kept + Memory(update=7)).total == (kept + Memory(update=9)).total - 2
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

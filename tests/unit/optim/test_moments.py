@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mimo_train.optim import moments
+from mimo_train.optim import elementwise, moments
 from mimo_train.optim.group_optimizer import GroupOptimizer
 
 
@@ -75,3 +75,25 @@ def test_an_average_starts_as_the_weights_and_follows_them(algorithm):
     weight.grad = None  # as of a group that waits for its step
     optimizer.step()
     torch.testing.assert_close(optimizer.read_states(weight)["ema"], average)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+def test_states_on_the_host_change_no_number(algorithm, kind, monkeypatch):
+    def trained(offload: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((40, 30), (7,), (2048,))]
+        group = {"params": weights, "algorithm": algorithm, "moments": kind, "ema": 0.9, "offload": offload}
+        optimizer = GroupOptimizer([group], lr=1e-2, weight_decay=0.1)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape)
+            optimizer.scale_gradients(0.7)
+            optimizer.step()
+        states = [{"weight": weight.detach(), **optimizer.read_states(weight)} for weight in weights]
+        return {f"{name} {number}": value for number, state in enumerate(states) for name, value in state.items()}
+
+    kept = trained(offload=False)
+    monkeypatch.setattr(elementwise, "CHUNK", 1024)
+    offloaded = trained(offload=True)
+    assert kept.keys() == offloaded.keys() and all(kept[name].equal(offloaded[name]) for name in kept)
