@@ -9,12 +9,13 @@ from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.config.schema_optim import MUON_ITERATIONS
 from mimo_train.config.schema_train import recompute_parts
 from mimo_train.estimate import devices
 from mimo_train.estimate.activations import BYTES
 from mimo_train.estimate.devices import Links
 from mimo_train.estimate.flops import Work, module_work
-from mimo_train.estimate.parameters import ParameterCount, module_parameters
+from mimo_train.estimate.parameters import ParameterCount, module_parameters, vocabulary_parameters
 from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.layout.ranks import layers_of_stage
 from mimo_train.models.blocks.attention.spec import Attention
@@ -23,6 +24,9 @@ from mimo_train.models.blocks.mlp.spec import Mlp
 
 _GRADIENT = 4
 """Bytes of a gradient, in fp32."""
+_MUON = MUON_ITERATIONS * 6
+"""FLOPs of Muon for each element of a matrix, times its lesser dimension m: an iteration over m x n takes 4 m^2 n + 2
+m^3, at most 6 m for each element."""
 _STEP = 7 * 4
 """Bytes that an Adam update reads and writes per parameter: gradient, weight and two moments in fp32."""
 
@@ -219,7 +223,10 @@ class Costs:
         inner, divided = layout.tp * layout.cp, distributed_optimizer or layout.fsdp
         replicas, of_experts = layout.dp * layout.cp, inner * layout.dp // (layout.ep * layout.etp)
         gradients = update = 0.0
-        for count, ranks in ((dense, replicas), (experts, of_experts)):
+        tables = 0  # embedding and output layer, which Muon leaves to AdamW
+        if name == LANGUAGE and dense.trainable == dense.total:
+            tables = vocabulary_parameters(self._cfg.llm, self._vocab, layout.tp, stage, layout.pp)
+        for count, ranks, repeats in ((dense, replicas, layout.tp), (experts, of_experts, layout.etp)):
             if not count.trainable:
                 continue
             span, lanes = inner * layout.dp, max(1, min(self._links.node // inner, ranks))
@@ -228,9 +235,20 @@ class Costs:
             if not layout.fsdp:  # which gathers and reduces in every microbatch
                 gradients += scatter if distributed_optimizer else 2 * scatter
                 update += gathered if distributed_optimizer else 0.0
-            touched = count.trainable * _STEP / (ranks if divided else 1)
+            sharing = ranks if divided else 1
+            touched = count.trainable * _STEP / sharing
             update += touched / (self._links.device.traffic * devices.TRAFFIC)
+            # Tensor-parallel ranks repeat each other's matrices.
+            matrices = count.trainable - (tables if count is dense else 0)
+            update += self._muon(name, matrices * repeats / sharing)
         return gradients, update
+
+    def _muon(self, name: str, elements: float) -> float:
+        """Return at most the seconds of Muon's iterations over matrices of these elements; 0 with another optimizer."""
+        if self._cfg.optim_of(name).name != "muon":
+            return 0.0
+        width = self._cfg.llm.hidden_size if name == LANGUAGE else self._cfg.modules[name].encoder.hidden_size
+        return self._computing(_MUON * width * elements, 0.0, 0.0)
 
     def _work_of(self, name: str, recompute: str, stage: int, stages: int, chunks: int) -> Work:
         work = self._module_work(name, recompute)

@@ -16,7 +16,7 @@ from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.estimate.devices import ATTENTION, DEVICES, MATMULS, Device, Links
 from mimo_train.estimate.memory import rank_memory, stage_memory
-from mimo_train.estimate.parameters import padded_vocab_size
+from mimo_train.estimate.parameters import module_parameters, padded_vocab_size
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check import check
 from mimo_train.preflight.plan.candidate import Candidate, FullestRank
@@ -46,6 +46,24 @@ def predictor(cfg, asked: Request, recomputes: Iterable[str] = ("none",)) -> Pre
 
 def seconds_of(cfg, asked: Request, candidate: Candidate) -> float:
     return predictor(cfg, asked).predict(candidate).seconds
+
+
+def test_tensor_parallel_ranks_repeat_the_matmuls_of_muon():
+    links = Links(DEVICES["h100"], 8)
+
+    def update(name: str, **sizes: int) -> float:
+        cfg = load("gpt_tiny")
+        cfg.train.precision, cfg.optim.name = "bf16", name
+        costs = Costs({"none": cfg}, ROWS, {}, links)
+        (stage,) = costs.language(LayoutConfig(**sizes), 1, "none", distributed_optimizer=True)
+        return stage.update
+
+    llm = load("gpt_tiny").llm
+    elements = module_parameters(load("gpt_tiny"), "language", ROWS)["llm"].total - ROWS * llm.hidden_size
+    whole = 5 * 6 * llm.hidden_size * elements / links.device.rate("bf16") / MATMULS
+    assert update("muon") - update("adamw") == pytest.approx(whole)
+    assert update("muon", tp=2) - update("adamw", tp=2) == pytest.approx(whole, rel=0.02)  # vectors are whole
+    assert update("muon", dp=2) - update("adamw", dp=2) == pytest.approx(whole / 2)
 
 
 SIZES = (8, 64, 512)
