@@ -25,6 +25,8 @@ BOTH: list[tuple[list[Any], str]] = [
     SAMPLES[1],
 ]
 """Images and audio."""
+IMAGES, SECONDS = ((70, 90), (640, 600), (70, 90), (640, 600)), (0.9, 0.4, 0.9, 1.7, 0.4)
+"""Sizes of items that are computed together."""
 TEXTS = [SAMPLES[1], (["read it from left to right"], "1 2 3")]
 VOCABULARY = 320
 """Rows of language models alone, for bytes."""
@@ -48,6 +50,8 @@ class Outcome(NamedTuple):
     """True if our tokens are those of the processor."""
     shown_tier: str
     """Tier in docs/models.md."""
+    batched: float
+    """`batch_gap` of its audio; 0 without audio."""
 
 
 def samples_of(medium: str) -> list[tuple[list[Any], str]]:
@@ -193,6 +197,7 @@ def outcome(kind: str, folder: Path) -> Outcome | str:
     if not shown.name:
         return shown.reason
     medium = make(kind, folder)
+    batched = batch_gap(composed(folder, medium), medium) if medium in ("audio", "both") else 0.0
     length = _length(composed(folder, medium), medium)
     cfg = composed(folder, medium, length)
     run = Steps(cfg)
@@ -236,7 +241,29 @@ def outcome(kind: str, folder: Path) -> Outcome | str:
         gaps.append(np.abs(logits[number, :length, : theirs.shape[-1]] - theirs).max() / np.abs(theirs).max())
     differences = [abs(ours / theirs - 1) for ours, theirs in zip(resumed, expected, strict=True)]
     keys = [*info["missing_keys"], *info["unexpected_keys"], *map(str, info["mismatched_keys"])]
-    return Outcome(_tier(cfg), float(max(gaps)), max(differences), keys, all(alike), shown.name)
+    return Outcome(_tier(cfg), float(max(gaps)), max(differences), keys, all(alike), shown.name, batched)
+
+
+def batch_gap(cfg: Any, medium: str) -> float:
+    """Return the largest difference of features of items of several sizes, computed together and alone, of the largest
+    feature."""
+    import torch
+
+    from encoders.transformers_media.model import MediaHalf
+
+    spec = cfg.modules["audio" if medium == "both" else "images"].encoder
+    processor, half, random = spec.processor(), MediaHalf(spec).eval(), torch.Generator().manual_seed(1)
+    if spec.kind == "image":
+        media = [torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=random) for size in IMAGES]
+    else:
+        media = [torch.randn(int(time * processor.sample_rate), generator=random) / 10 for time in SECONDS]
+    items = [processor.read(item) for item in media]
+    with torch.no_grad():
+        for parameter in half.parameters():  # some classes begin with zeros
+            if parameter.ndim > 1:
+                parameter.normal_(0, STD, generator=random)
+        alone = torch.cat([half([item]) for item in items])
+        return float((half(items) - alone).abs().max() / alone.abs().max())
 
 
 def _as_float(value: Any) -> Any:

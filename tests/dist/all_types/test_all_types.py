@@ -46,5 +46,5 @@ def test_a_type_is_trained_in_its_tier(kind, tmp_path):
     if isinstance(found, str):
         pytest.skip(f"not supported: {found}")
     assert found.keys == [] and found.same_ids
-    assert found.logits < BOUND and found.resumed < BOUND
+    assert found.logits < BOUND and found.resumed < BOUND and found.batched < BOUND
     assert found.tier == found.shown_tier

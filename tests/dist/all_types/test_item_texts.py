@@ -1,5 +1,5 @@
-"""The text of images is that of the processor for any number of images of any sizes, wherever it is known from. Its
-features in a batch are those of the image alone."""
+"""The text of images is that of the processor for any number of images of any sizes, wherever it is known from.
+Features of images and audio in a batch are those of the item alone."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from data.records.conversation import Part, Turn
 from data.samples.text_lengths import TextLengths
-from tests.dist.all_types.flow import composed, make
+from tests.dist.all_types.flow import batch_gap, composed, make
 from tests.dist.models.composites import content, file_of, image
 from tests.dist.ranks import run_ranks
 from tests.tars import write_tar
@@ -19,6 +19,8 @@ KINDS = {
     "step3p7": "plain text that depends on the size",
 }
 """Types, and what is special about their text."""
+AUDIO = ("fun_asr_nano", "glmasr")
+"""Types that pad a clip to the longest of a call, or to windows."""
 BY_CLASS = ("minicpmv4_7",)
 """Types whose class computes positions."""
 TALL, WIDE, SMALL, MIDDLE = (1100, 300), (340, 1400), (70, 90), (640, 600)
@@ -37,7 +39,10 @@ def test_texts_and_features_of_images(tmp_path):
 def _compared(folder):
     for kind in KINDS:
         _compare(kind, folder / kind)
-        _compare_features(folder / kind)
+        assert batch_gap(composed(folder / kind, "image"), "image") < 1e-5
+    for kind in AUDIO:
+        medium = make(kind, folder / kind)
+        assert batch_gap(composed(folder / kind, medium), medium) < 1e-5
     return [*KINDS]
 
 
@@ -100,18 +105,3 @@ def _positions(folder, batch):
     found = model.get_rope_index(**{name: batch[name] for name in names})[0][:, 0]
     assert (found[1] != found[2]).any()
     return found
-
-
-def _compare_features(folder):
-    from encoders.transformers_media.model import MediaHalf
-
-    spec = composed(folder, "image").modules["images"].encoder
-    processor, half = spec.processor(), MediaHalf(spec).eval()
-    colours = torch.Generator().manual_seed(1)
-    items = [
-        processor.read(torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=colours))
-        for size in (SMALL, MIDDLE, SMALL, MIDDLE)
-    ]
-    with torch.no_grad():
-        alone = torch.cat([half([item]) for item in items])
-        torch.testing.assert_close(half(items), alone, rtol=0, atol=1e-5 * float(alone.abs().max()))
