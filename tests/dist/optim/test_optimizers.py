@@ -32,18 +32,29 @@ EXPERTS = (
     "modules.language.llm.num_layers=2",
     "modules.language.llm.expert_ffn_hidden_size=48",
     "modules.language.llm.shared_expert_ffn_hidden_size=32",
+    "modules.language.optim.name=muon",
+)
+ADAPTERS = (
     "modules.language.lora.rank=3",
     "modules.language.lora.targets=[linear_qkv,linear_proj,experts,shared_experts]",
 )
+SCHEDULES = (
+    "modules.language.optim.decay=wsd",
+    "modules.language.optim.wsd_decay_fraction=0.5",
+    "modules.images.optim.decay=inverse_sqrt",
+    "modules.images.optim.warmup_iters=2",
+)
 CASES = {
-    "muon and adafactor": ("modules.language.optim.name=muon", "modules.images.optim.name=adafactor"),
+    "muon and adafactor": ("modules.language.optim.name=muon", "modules.images.optim.name=adafactor", *SCHEDULES),
     "adafactor and muon": ("modules.language.optim.name=adafactor", "modules.images.optim.name=muon"),
-    "muon of experts' adapters": (*EXPERTS, "modules.language.optim.name=muon"),
+    "muon of experts": EXPERTS,
+    "muon of experts' adapters": (*EXPERTS, *ADAPTERS),
 }
 ROWS = {
     # With tp4 two ranks share a group of heads.
-    "muon and adafactor": (SHARED, apart("dp2", "pp2"), same("dp4", "tp4")),
+    "muon and adafactor": (SHARED, same("dp2", "cp2 pp2"), same("dp4", "tp4")),
     "adafactor and muon": (apart("tp2", "tp2", WHOLE_STATES),),
+    "muon of experts": (apart("dp2", "cp2 ep2"),),
     "muon of experts' adapters": (apart("dp2", "tp2 sp ep2"),),
 }
 
@@ -100,12 +111,13 @@ def test_states_are_resumed_to_the_bit(digits, tmp_path):
     # The encoder's average begins after the checkpoint.
     small += ("modules.images.optim.name=muon", "modules.images.optim.moments=bf16")
     cfg = run_config(digits, tmp_path / "run", SHARED, *small, "modules.images.optim.ema=0")
-    ranks = run_ranks(_resume, 4, cfg, run_config(digits, tmp_path / "resumed", SHARED, *small))
+    resumed = run_config(digits, tmp_path / "resumed", SHARED, *small, "optim.offload=true")
+    ranks = run_ranks(_resume, 4, cfg, resumed)
     rest, again = (whole([curves[index] for curves, _ in ranks]) for index in (0, 1))
     assert rest == again
-    values, resumed, first = map(_values, ranks[0][1])
+    values, ended, first = map(_values, ranks[0][1])
     assert {key.module for key in values if key.state == "ema"} == {"language"}
-    assert not [key for key in values if not values[key].equal(resumed[key])]
+    assert not [key for key in values if not values[key].equal(ended[key])]
     started = [key for key in first if key.module == "images" and key.state == "ema"]
     assert started and all(first[key].equal(first[key._replace(state=WEIGHT)]) for key in started)
-    assert not any(resumed[key].equal(resumed[key._replace(state=WEIGHT)]) for key in started)
+    assert not any(ended[key].equal(ended[key._replace(state=WEIGHT)]) for key in started)
