@@ -76,6 +76,9 @@ class Rules:
         return " and ".join(f"{name} {shown(bound)}" for name, bound in bounds.items() if bound is not None)
 
 
+_NO_RULES = Rules()
+
+
 def key(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:
     """Return a dataclass field with its default (or the `factory` of one) and the `Rules` of its values."""
     metadata = {RULES: Rules(**rules)}
@@ -118,7 +121,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 def rules_of(field: dataclasses.Field) -> Rules:
     """Return the rules of a field. Without rules, every finite number of a reasonable size is allowed."""
-    return field.metadata.get(RULES, Rules())
+    return field.metadata.get(RULES, _NO_RULES)
 
 
 def complaints(section: Any) -> list[tuple[str, str]]:

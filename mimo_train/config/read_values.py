@@ -34,6 +34,9 @@ _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "
 _EXAMPLES = {list: "a list, for example [a, b]", dict: "a mapping, for example {a: 1}", bool: "true or false"}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", type(None): "null", **_EXAMPLES}
 
+_ACCEPTED = {int: (str, int), float: (str, int, float), str: (str, int, float, Path)}
+"""Types of a value that becomes a number or a text."""
+
 _WRONG = object()
 """Stands for a value with an error."""
 
@@ -64,6 +67,16 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@functools.cache
+def _fields(cls: type) -> "dict[str, dataclasses.Field[Any]]":
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+@functools.cache
+def _origin_and_arguments(wanted: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(wanted), typing.get_args(wanted)
+
+
 class _Reading:
     """The recursion. Its methods return a value converted to its type, or `_WRONG` after recording the error.
 
@@ -86,7 +99,7 @@ class _Reading:
     def section(self, cls: type, plain: Any, prefix: str) -> Any:
         if not isinstance(plain, Mapping):
             return self.misfit(prefix, "a mapping of keys", plain)
-        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+        fields = _fields(cls)
         values = {}
         for name, value in plain.items():
             key = f"{prefix}.{name}" if prefix else str(name)
@@ -129,7 +142,7 @@ class _Reading:
             return self.wrong(f"{key}.family", str(error))
 
     def value(self, wanted: Any, value: Any, key: str) -> Any:
-        origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+        origin, inner = _origin_and_arguments(wanted)
         kind = origin or wanted
         if isinstance(value, str) and value == UNSET:
             return self.wrong(key, f"is {UNSET}, a value that is still missing. Set it")
@@ -206,10 +219,9 @@ class _Reading:
         if kind is bool:
             truth = value if isinstance(value, bool) else _TRUTHS.get(value.lower()) if isinstance(value, str) else None
             return self.misfit(key, _WORDS[bool], value) if truth is None else truth
-        allowed = {int: str | int, float: str | int | float, str: str | int | float | Path}.get(kind)
-        if allowed is None:
+        if kind not in _ACCEPTED:
             return self.anything(value, key)
-        if isinstance(value, bool) or not isinstance(value, allowed):
+        if isinstance(value, bool) or not isinstance(value, _ACCEPTED[kind]):
             return self.misfit(key, _WORDS[kind], value)
         try:
             return kind(value)
@@ -225,7 +237,7 @@ def _class_of_part(cls: type, name: str, plain: Any) -> Any:
     """Return the class of a field whose type is `Any` because it depends on other keys; None for other fields."""
     if cls is ModuleConfig and name == "llm":
         return TransformersLlm if isinstance(plain, Mapping) and "model_config" in plain else LlmSpec
-    if (cls is ModuleConfig and name == "encoder") or (issubclass(cls, JoinedSpec) and name in JOINED):
+    if (cls is ModuleConfig and name == "encoder") or (name in JOINED and issubclass(cls, JoinedSpec)):
         return _ENCODER
     return ProjectorSpec if cls is ModuleConfig and name == "projector" else None
 
