@@ -59,7 +59,7 @@ def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
                     return None
                 blocks = [(int(file.frames), int(file.samplerate))]
                 if container := _container_to_decode(file, raw):
-                    blocks = [(len(block), rate) for block, rate in _decoded_blocks(raw, container)]
+                    blocks = [(len(block), rate) for block, rate in decoded_blocks(raw, container)]
             lengths += [length for length, _ in blocks]
             rates |= {rate for _, rate in blocks}
     except MissingLibrary:
@@ -83,7 +83,7 @@ def mono_blocks(raw: bytes, bounds: Bounds = BOUNDS) -> Iterator[tuple[np.ndarra
             if _is_cut_off(file, raw):
                 raise DecodeError(f"{len(raw)} bytes of audio: the end of the file is missing")
             if container := _container_to_decode(file, raw):
-                yield from _decoded_blocks(raw, container)
+                yield from decoded_blocks(raw, container)
                 return
             if excess := bounds.excess("seconds", file.frames / file.samplerate):
                 raise DecodeError(excess)
@@ -154,10 +154,17 @@ def _is_mp3_length_known(raw: bytes) -> bool:
     return not rest.strip(b"\0") or rest.startswith(_MP3_TAGS[1:])
 
 
-def _decoded_blocks(raw: bytes, container: str) -> Iterator[tuple[np.ndarray, int]]:
+def decoded_blocks(raw: bytes, container: str) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield `mono_blocks` of the first audio track of a file, by PyAV. Raises DecodeError, MissingLibrary.
+
+    Args:
+        container: libavformat's name.
+    """
     av = import_av(f"{container} files without a length in their header")
     damage: DecodeError | None = None
     with av.open(io.BytesIO(raw), format=container, io_open=open_no_other_file) as file:
+        if not file.streams.audio:
+            raise DecodeError("no sound track in it")
         for packet in file.demux(audio=0):
             try:
                 frames = packet.decode()
@@ -171,6 +178,8 @@ def _decoded_blocks(raw: bytes, container: str) -> Iterator[tuple[np.ndarray, in
                 samples = frame.to_ndarray()
                 if not frame.format.is_planar:
                     samples = samples.reshape(-1, frame.layout.nb_channels).T
+                if samples.dtype == np.uint8:
+                    samples = (samples.astype(np.int16) - 128) * 256
                 if samples.dtype.kind == "i":  # full range of its width
                     samples = samples * np.float32(0.5 ** (8 * samples.itemsize - 1))
                 yield samples.mean(axis=0, dtype=np.float32), frame.sample_rate

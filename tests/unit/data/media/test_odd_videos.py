@@ -7,8 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+import torchaudio
 
 from data.errors import DecodeError
+from data.media.audio import decode_sound
 from data.media.headers import parse_video_header_bytes
 from data.media.options import Bounds
 from data.media.video import decode_frames
@@ -39,6 +41,22 @@ def test_frames_are_those_of_a_complete_decode(name):
     for numbers in (every, *(sorted(draw.choices(range(len(frames)), k=size)) for size in (3, 9))):
         decoded = decode_frames(raw, numbers, DAY)
         assert all(torch.equal(image, frames[at]) for at, image in zip(numbers, decoded, strict=True)), numbers
+
+
+@pytest.mark.parametrize("name", ["longer sound", "longer sound, webm"])
+def test_the_sound_of_a_video_is_that_of_pyav(name):
+    raw = ODD_VIDEOS[name]()
+    with av.open(io.BytesIO(raw)) as file:
+        parts = [frame.to_ndarray() for frame in file.decode(audio=0)]
+    expected = torch.from_numpy(np.concatenate(parts, axis=1).mean(axis=0))
+    wave = decode_sound(raw, 48000)
+    assert torch.equal(wave, expected) and abs(len(wave) - 5 * 48000) < 2048
+    low = torchaudio.functional.resample(wave, 48000, 16000)
+    assert torch.equal(decode_sound(raw, 16000), low) and torch.equal(decode_sound(raw, 16000, 700), low[:700])
+    with pytest.raises(DecodeError, match=r"seconds, above data\.bounds\.seconds 4"):
+        decode_sound(raw, 16000, bounds=Bounds(seconds=4))
+    with pytest.raises(DecodeError, match="no sound track in it"):
+        decode_sound(make_video(), 16000)
 
 
 def _other_media(raw):

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import torchaudio
 
 from data.errors import DecodeError, MemoryShortage, ReadError, RecordError
-from data.media.audio import decode_audio, resampled
+from data.media.audio import decode_audio, resample_blocks
 from data.media.audio_files import parse_audio_header
 from data.media.decode import decode_image_file, fitted
 from data.media.headers import parse_header_bytes
@@ -99,15 +100,17 @@ def test_what_is_above_a_bound_is_bad_with_its_number(dataset, tmp_path, members
 @pytest.mark.parametrize(("rate", "wanted"), [(44100, 16000), (8000, 16000), (48000, 16000), (16000, 44100)])
 def test_a_long_clip_is_resampled_piece_by_piece(rate, wanted, monkeypatch):
     wave = torch.from_numpy(np.random.default_rng(0).normal(size=20_011).astype(np.float32))
-    whole = resampled(wave, rate, wanted)
+    (whole,) = resample_blocks(iter([wave]), rate, wanted)
+    assert torch.equal(whole, torchaudio.functional.resample(wave, rate, wanted))
     monkeypatch.setattr("data.media.audio._PIECE", 3000)
-    pieces = resampled(wave, rate, wanted)
-    assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-6
+    for size in (20_011, 7000, 300):
+        pieces = torch.cat([*resample_blocks(iter(wave.split(size)), rate, wanted)])
+        assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-6
 
 
 def test_rates_whose_filters_take_too_much_memory_are_rejected():
     with pytest.raises(DecodeError, match=r"cannot resample 44101 Hz to 16000 Hz.*Convert the audio to 16000 Hz"):
-        resampled(torch.zeros(10), 44101, 16000)
+        [*resample_blocks(iter([torch.zeros(10)]), 44101, 16000)]
 
 
 @pytest.mark.parametrize(
