@@ -37,7 +37,7 @@ class LayoutConfig(Section):
     etp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Expert tensor parallel size."""
     vpp: int = key(1, at_least=1, at_most=MOST_LAYERS)
-    """Model chunks per stage (interleaved schedule), for a language model without encoders."""
+    """Model chunks per stage of `language` (interleaved schedule). See docs/layouts.md#interleaving."""
     sp: bool = False
     """Sequence parallel. Needs `tp` above 1, which must divide the tokens of an image inside the encoder."""
     fsdp: bool = False

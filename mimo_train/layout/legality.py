@@ -197,8 +197,8 @@ def bidirectional_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """Yield faults of modules and layouts that cannot carry the features of `encoder.deepstack`. These arrive with the
     input features, on the first stage of the language model."""
-    llm, stages = cfg.llm, cfg.language.layout.pp
-    first = layers_of_stage(llm.num_layers, 0, stages)
+    llm, stages, chunks = cfg.llm, cfg.language.layout.pp, cfg.language.layout.vpp
+    first = layers_of_stage(llm.num_layers, 0, stages * chunks)
     for name, module in cfg.encoders.items():
         layers = len(module.encoder.deepstack)
         if not layers:
@@ -207,8 +207,9 @@ def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         if first < layers:
             yield Fault(
                 f"modules.{LANGUAGE}.layout.pp",
-                f"{key} gives features to the first {layers} layers, and the first of {stages} stages has {first} of "
-                f"{llm.num_layers}: lower pp",
+                f"{key} gives features to the first {layers} layers, and the first of {stages * chunks} "
+                f"{'model chunks (pp x vpp)' if chunks > 1 else 'stages'} has {first} of {llm.num_layers}: lower pp"
+                f"{' or vpp' if chunks > 1 else ''}",
             )
         if module.encoder.deepstack_width != llm.hidden_size:
             yield Fault(

@@ -210,3 +210,30 @@ def stages_to_end(layout: RunLayout, name: str, stage: int) -> int:
 def pipeline_stages(layout: RunLayout) -> int:
     """Return the number of stages on the longest path of a microbatch through the modules."""
     return max(stages_to_end(layout, name, 0) for name in layout.modules)
+
+
+def warm_up(layout: RunLayout, name: str, stage: int) -> int:
+    """Return the microbatches that a stage without interleaving computes before it takes turns of forward and backward.
+    The last stage in front of interleaved ones has the largest lead of forward over backward in `first_chunk_order`:
+    2 pp - 1, with pp of the language model, at any number of chunks and microbatches."""
+    language = layout.language
+    return stages_to_end(layout, name, stage) - 1 + (language.pp - 1 if language.vpp > 1 else 0)
+
+
+def first_chunk_order(microbatches: int, stages: int, chunks: int) -> list[bool]:
+    """Return the order in which the first of several chunks of the first stage computes, True for forward. Forward and
+    backward each go through the microbatches in order.
+
+    As the interleaved 1F1B of Megatron-Core 0.19.2 (schedules.py:902-989), whose chunks take `stages` microbatches in
+    turn.
+    """
+    chunk_of = [chunk for _ in range(0, microbatches, stages) for chunk in range(chunks) for _ in range(stages)]
+    total = microbatches * chunks
+    warm_up = min(total, 2 * (stages - 1) + (chunks - 1) * stages)
+    order = []
+    for step in range(total + warm_up):
+        if step < total and chunk_of[step] == 0:
+            order.append(True)
+        if step >= warm_up and chunk_of[step - warm_up] == chunks - 1:
+            order.append(False)
+    return order

@@ -180,13 +180,6 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if LANGUAGE not in cfg.modules:
         yield Fault("modules", f"a run needs a module named {LANGUAGE!r}, has {', '.join(cfg.modules) or 'none'}")
         return
-    vpp = cfg.language.layout.vpp
-    if cfg.encoders and vpp > 1:
-        yield Fault(
-            f"modules.{LANGUAGE}.layout.vpp",
-            f"interleaving is for a language model alone, and this run has {', '.join(cfg.encoders)}: vpp is {vpp}, "
-            "set it to 1",
-        )
     if of_modules:
         sections = tuple(f"modules.{name}.layout" for name in cfg.modules)
         if not stray and not any(fault.key.startswith(sections) for fault in of_modules):

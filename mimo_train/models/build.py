@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,8 +71,8 @@ def build_model(
             touched. Part is llm, encoder or projector. Adapters are always drawn.
 
     Returns:
-        The model chunks of this rank: one `MimoModel` (attributes `language_model` and `modality_submodules`), or
-        wrapped GPT models; none on a rank without a module.
+        The model chunks of this rank: `MimoModel`s (attributes `language_model` and `modality_submodules`), or wrapped
+        GPT models; none on a rank without a module.
 
     Raises:
         UserError: fp8 or compiled layers are not possible with these layers.
@@ -93,37 +94,46 @@ def build_model(
             freeze(chunks, cfg.language.freeze, f"modules.{LANGUAGE}.freeze", groups.collections[LANGUAGE].pp)
             compile_layers(chunks, cfg, LANGUAGE, device.type)
             return [_wrap(chunk, groups, LANGUAGE, cfg, layout) for chunk in chunks]
-        (language_spec,) = language_specs
         language = groups.collections.get(LANGUAGE)
-        model = PlacedMimoModel(
-            MimoModelConfig(
-                language_model_spec=language_spec,
-                modality_submodules_spec={
-                    name: _encoder_spec(cfg, layout, groups, name, te, undrawn) for name in cfg.encoders
-                },
-                special_token_ids=special_token_ids,
-                module_to_grid_map=groups.grids,
-            ),
-            cp_group=language.cp if language else None,
-            tp_group=language.tp if language else None,
-        )
-    model.model_type = ModelType.encoder_or_decoder
-    for name, chunks in modules_of([model]).items():
+        models: list[MegatronModule] = []
+        for chunk_spec in language_specs:
+            # The first chunk has the encoders.
+            names = () if models else tuple(cfg.encoders)
+            models.append(
+                PlacedMimoModel(
+                    MimoModelConfig(
+                        language_model_spec=chunk_spec,
+                        modality_submodules_spec={
+                            name: _encoder_spec(cfg, layout, groups, name, te, undrawn) for name in names
+                        },
+                        special_token_ids=special_token_ids,
+                        module_to_grid_map={name: groups.grids[name] for name in (*names, LANGUAGE)},
+                    ),
+                    cp_group=language.cp if language else None,
+                    tp_group=language.tp if language else None,
+                )
+            )
+    for name, chunks in modules_of(models).items():
         for chunk in chunks if not layout.modules[name].fsdp else ():
             chunk.to(device)
         _prepare_for_training(chunks, cfg, name)
-    if pre_wrap_hook and model.language_model is not None:
-        (model.language_model,) = pre_wrap_hook([model.language_model])
-    for name, (module,) in modules_of([model]).items():
-        _tell_tensor_parallel_group(module, groups.collections[name].tp)
-        freeze([module], cfg.modules[name].freeze, f"modules.{name}.freeze", groups.collections[name].pp)
-        compile_layers([module], cfg, name, device.type)
-        wrapped = _wrap(module, groups, name, cfg, layout)
+    if pre_wrap_hook and language:
+        for model, chunk in zip(models, pre_wrap_hook([model.language_model for model in models]), strict=True):
+            model.language_model = chunk
+    for name, chunks in modules_of(models).items():
+        for chunk in chunks:
+            _tell_tensor_parallel_group(chunk, groups.collections[name].tp)
+        freeze(chunks, cfg.modules[name].freeze, f"modules.{name}.freeze", groups.collections[name].pp)
+        compile_layers(chunks, cfg, name, device.type)
+        wrapped = [_wrap(chunk, groups, name, cfg, layout) for chunk in chunks]
         if name == LANGUAGE:
-            model.language_model = wrapped
+            for model, chunk in zip(models, wrapped, strict=True):
+                model.language_model = chunk
         else:
-            model.modality_submodules[name] = wrapped
-    return [model]
+            (models[0].modality_submodules[name],) = wrapped
+    for model in models:
+        model.model_type = ModelType.encoder_or_decoder
+    return models
 
 
 def _with_value_head(cfg: ConfigContainer, layout: RunLayout, hook: ModelHook | None) -> ModelHook:
@@ -163,10 +173,13 @@ def _language_specs(
     cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, vocab_size: int, te: bool, drawn: bool
 ) -> list[ModuleSpec]:
     """Return one spec for each model chunk of this rank's stage; they share the config that the schedule reads."""
+    pgs = groups.collections.get(LANGUAGE)
+    if pgs is None:  # ranks of encoders do not interleave
+        language = replace(layout.language, vpp=1)
+        layout = replace(layout, modules={**layout.modules, LANGUAGE: language})
     llm, config = cfg.llm, language_config(cfg, layout)
     config.perform_initialization = drawn
     params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
-    pgs = groups.collections.get(LANGUAGE)
     if isinstance(llm, TransformersSizes) and pgs is not None:
         from mimo_train.models.transformers_lm import TransformersLanguageModel  # imports transformers
 

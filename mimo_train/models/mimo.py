@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.config.role import ModuleStageInfo
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
@@ -15,6 +16,7 @@ from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.models.documents import documents_of
 from mimo_train.parallel.bridge.exchange import SharedBridge
+from mimo_train.parallel.bridge.interleaved import InterleavedBridge, receive_features
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.context import sum_gradients
 
@@ -25,10 +27,15 @@ class PlacedMimoModel(MimoModel):
     Megatron-Core 0.19.2 supports two cases: all modules on the same ranks, or every rank with either encoders or the
     language model (mimo/model/base.py:441-463). It treats a mix as the second case, without the language model.
 
+    With interleaved stages there is one model for each chunk. The first chunk has the encoders. Chunks exchange
+    activations as tensors.
+
     Attributes:
         shapes: shapes of the current step; set by the pipeline.
         shared_bridges: {encoder: bridge to the language model on the same ranks}; set by the pipeline. An encoder
             without one passes its features on unchanged: its samples are the language model's.
+        interleaved_bridges: bridges from encoders on other ranks, which the first of several chunks calls; set by the
+            pipeline.
     """
 
     def __init__(
@@ -40,7 +47,18 @@ class PlacedMimoModel(MimoModel):
         super().__init__(mimo_config, cp_group, tp_group)
         self.shapes = StepShapes()
         self.shared_bridges: dict[str, SharedBridge] = {}
+        self.interleaved_bridges: list[InterleavedBridge] = []
         self._cp_group = cp_group
+        if self.config.virtual_pipeline_model_parallel_size and self.role.has_language_module:
+            chunk = unwrap_model(self.language_model)
+            self.role.modules[LANGUAGE] = ModuleStageInfo(chunk.pre_process, chunk.post_process)
+
+    def set_input_tensor(self, input_tensor: list[Any]) -> None:
+        """Take what the schedule received: tensors by module, or an activation [S, B, H] of interleaved stages."""
+        (received,) = input_tensor
+        if isinstance(received, torch.Tensor):
+            received = {LANGUAGE: received}
+        super().set_input_tensor([received])
 
     def _build_colocated_communicators(self) -> None:
         """Build no communicators of Megatron-Core, which need equal counts in every sample. See `shared_bridges`."""
@@ -70,13 +88,15 @@ class PlacedMimoModel(MimoModel):
 
         Returns:
             (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
-            mask) elsewhere.
+            mask) elsewhere; (activations, loss mask) at other chunks of interleaved stages.
 
         Raises:
             UserError: no `blocks`, and the model has tokens that see later ones.
         """
         received = getattr(self, "input_tensors", None) or {}
         features = self._encode(modality_inputs or {}, received)
+        if self.role.is_first_stage(LANGUAGE):
+            received |= receive_features(self.interleaved_bridges)
         if not self.role.has_language_module:
             return features, loss_mask
         # All encoders run before the first exchange, so that every rank makes the exchanges in the same order, also in
@@ -105,9 +125,12 @@ class PlacedMimoModel(MimoModel):
                     "the forward step must pass `blocks` to the model, in which some tokens see later ones. Take them "
                     "from the microbatch"
                 )
-        return self._forward_language_module(
+        output, loss_mask = self._forward_language_module(
             input_ids, position_ids, attention_mask, loss_mask, labels, received, {"documents": documents}
         )
+        if config.virtual_pipeline_model_parallel_size and isinstance(output, dict):
+            (output,) = output.values()
+        return output, loss_mask
 
     def _build_packed_seq_params(self, packing_kwargs: dict | None) -> PackedSeqParams | None:
         """Megatron-Core 0.19.2 supports no other format here than `thd` (mimo/model/base.py:585)."""

@@ -102,15 +102,14 @@ _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def modules_of(chunks: list[MegatronModule]) -> dict[str, list[MegatronModule]]:
-    """Return the chunks of every module on this rank: those of a `MimoModel`, or of the plain GPT as `language`."""
+    """Return the chunks of every module on this rank: those of `MimoModel`s, or of the plain GPT as `language`."""
     if not chunks:
         return {}
     if not isinstance(chunks[0], MimoModel):
         return {LANGUAGE: list(chunks)}
-    (model,) = chunks
-    modules = {name: [module] for name, module in model.modality_submodules.items()}
-    if model.language_model is not None:
-        modules[LANGUAGE] = [model.language_model]
+    modules = {name: [module] for name, module in chunks[0].modality_submodules.items()}
+    if chunks[0].language_model is not None:
+        modules[LANGUAGE] = [model.language_model for model in chunks]
     return modules
 
 

@@ -68,7 +68,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         attention_dropout=llm.dropout,
         init_method_std=llm.init_std,
         # Schedules of several modules exchange shapes, which the dense default dispatcher of MoE rejects.
-        variable_seq_lengths=bool(cfg.encoders),
+        variable_seq_lengths=bool(cfg.encoders) and layout.language.vpp == 1,
         moe_token_dispatcher_type="alltoall",
         **_interleaving(layout.language),
         **_uneven_stages(llm.num_layers, layout.language.pp),

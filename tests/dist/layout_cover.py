@@ -38,7 +38,7 @@ def _neighbours(row: Row, place: str) -> set[str]:
         way = "same ranks" if same else "apart"
         replicas = row.size(encoder, "dp") - row.size("language", "dp")
         found.add(f"{way}, {'fan-in' if replicas > 0 else 'fan-out' if replicas < 0 else 'one to one'}")
-        cut = [axis for axis in ("tp", "pp", "cp", "dp") if row.size("language", axis) > 1]
+        cut = [axis for axis in ("tp", "pp", "vpp", "cp", "dp") if row.size("language", axis) > 1]
         found |= {f"{way}, before {axis}" for axis in cut}
         if row.size(encoder, "tp") > 1:
             found |= {f"{way}, tp before {axis}" for axis in cut}
@@ -47,7 +47,8 @@ def _neighbours(row: Row, place: str) -> set[str]:
     if len(first) > 2:
         found.add(f"encoders {'on the same ranks' if len(set(first.values())) < len(first) else 'apart'}")
         pairs = combinations(sorted(first), 2)
-        found |= {f"{one} with {other}" for one, other in pairs if first[one] == first[other]}
+        chunks = ", before vpp" if row.size("language", "vpp") > 1 else ""
+        found |= {f"{one} with {other}{chunks}" for one, other in pairs if first[one] == first[other]}
     return found
 
 

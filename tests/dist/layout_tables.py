@@ -186,6 +186,19 @@ IMAGES_AND_SOUND = (
 )
 """Images of any size and clips of any length; every fourth microbatch has neither."""
 
+CHUNKS = (
+    same("tp2", "dp2 pp2 vpp2", "modules.images.balance=images"),
+    apart("dp2", "pp2 vpp2", WHOLE_STATES),
+    apart("pp2", "cp2 pp2 vpp2", *PACKED),
+)
+"""Encoders in front of interleaved stages, with enough microbatches for turns of forward and backward."""
+
+SEVERAL_CHUNKS = (
+    first_ranks("1 pp2 vpp2", images="0 one", audio="0 one"),
+    first_ranks("2 pp2 vpp2 dp2", images="2 dp2", audio="0 dp2"),
+)
+"""Two encoders on the same ranks, in front of interleaved stages; and one of them inside the first chunk."""
+
 UNTIED = (apart("dp2", "pp2"), same("tp2", "dp2 pp2", WHOLE_STATES))
 
 BF16 = (
@@ -297,6 +310,21 @@ MODELS = {
     "vlm, images of any size": _vlm(ANY_SIZE, *_ANY_SIZE, demo="sizes"),
     "two vision encoders": _vlm(TWO_VISION, *_DETAILS, family=SEVERAL),
     "images and sound": Model(SEVERAL, "mixed_tiny", "mixed", _MICROBATCH, _SMALL_MIXTURE, IMAGES_AND_SOUND),
+    "vlm, chunks": _vlm(
+        CHUNKS,
+        "modules.language.llm.num_layers=4",
+        "modules.images.encoder.num_layers=2",
+        "train.global_batch_size=24",
+        demo="sparse",
+    ),
+    "images and sound, chunks": Model(
+        SEVERAL,
+        "mixed_tiny",
+        "mixed",
+        _MICROBATCH,
+        (*_SMALL_MIXTURE, "train.global_batch_size=24", "modules.language.llm.num_layers=4"),
+        SEVERAL_CHUNKS,
+    ),
     "vlm, untied": _vlm(UNTIED, *_UNTIED),
     "vlm, bf16": _vlm(BF16, "train.precision=bf16", family="bf16", bounds=BOUNDS_BF16),
     "vlm, experts": _vlm(VLM_EXPERTS, *_MIXTURE),

@@ -39,6 +39,11 @@ REASONS = [
         "- 1 ) # Convert from 1-indexed to 0-indexed",
     ),
     (
+        "parallel/bridge/interleaved.py",
+        "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+        "pipeline_parallel_size = p2p_communicator.pp_group.size()",
+    ),
+    (
         "models/mimo.py",
         "models.mimo.model.base:MimoModel.forward",
         "if self.role.mode == ModuleLayout.NON_COLOCATED: if self.role.has_modality_modules: return "

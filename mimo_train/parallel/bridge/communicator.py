@@ -14,11 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.file_format import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.layout.ranks import ModuleLayout, stages_to_end
+from mimo_train.layout.ranks import ModuleLayout, warm_up
 from mimo_train.layout.run import Run
 from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
-from mimo_train.parallel.bridge.shapes import StepShapes, Turns, features_width
+from mimo_train.parallel.bridge.shapes import StepShapes, Turns
 from mimo_train.parallel.groups import RunGroups
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]
@@ -198,12 +198,12 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
         config: TransformerConfig,
         hidden_sizes: dict[str, int],
         shapes: StepShapes,
-        on_device: torch.device,
+        bridges: Sequence[DisjointBridge],
         watch: Watch = not_timed,
     ):
-        """`watch` times bridges as `bridge_wait` and stages as `pipeline_wait`."""
+        """`bridges`: those of all disjoint edges; `watch` times stages as `pipeline_wait`."""
         self._run, self._shapes, self._watch, self._hidden_sizes = run, shapes, watch, hidden_sizes
-        self._device, self._bridges = on_device, groups.bridges
+        self._bridges = bridges
         topology: dict[str, list[str]] = {name: [] for name in run.layout.piped_modules}
         for edge in run.layout.disjoint_edges:
             topology[edge.source].append(edge.destination)
@@ -216,23 +216,21 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
         Megatron-Core 0.19.2 counts from 0 (multimodule_communicator.py:246-277): modules with fewer stages would run
         ahead of their destination, and both would deadlock."""
         name, info = next(iter(self.rank_module_map.items()))
-        return self.total_stages - stages_to_end(self._run.layout, name, info.pp_rank)
+        return self.total_stages - 1 - warm_up(self._run.layout, name, info.pp_rank)
+
+    def send_forward_recv_backward(
+        self, output_dict: dict[str, torch.Tensor], tensor_shape: Any = None, is_last_stage: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """As Megatron-Core's method. In front of interleaved stages all encoders of a rank send features before the
+        rank waits for the first gradient, which depends on them."""
+        infos = self.rank_module_map.values()
+        if self._run.layout.language.vpp == 1 or not all(info.bridge_comms_as_src_module for info in infos):
+            return super().send_forward_recv_backward(output_dict, tensor_shape, is_last_stage)
+        self.send_forward(output_dict, is_last_stage)
+        return self.recv_backward(tensor_shape, is_last_stage)
 
     def _build_bridge_comms(self) -> None:
-        self.bridge_comms = [
-            DisjointBridge(
-                edge,
-                self.module_to_grid_map,
-                self._run,
-                self._shapes,
-                features_width(self._run, edge.source, self._hidden_sizes[edge.destination]),
-                self.config.pipeline_dtype,
-                self._device,
-                self._bridges.get(edge),
-                self._watch,
-            )
-            for edge in self._run.layout.disjoint_edges
-        ]
+        self.bridge_comms = [*self._bridges]
 
     def _build_rank_module_info_map(self) -> None:
         super()._build_rank_module_info_map()

@@ -45,7 +45,8 @@ class Bridge:
         edge: source and destination module.
         shapes: routes of the current step.
         hidden_size: width of a row, which is the destination's.
-        group: the ranks of this edge; None on a rank that neither sends nor receives.
+        group: the ranks of this edge; None on a rank that neither sends nor receives, and over gloo, where messages of
+            an edge have its number as tag.
         watch: times the exchange as `bridge_wait`.
 
     Attributes:
@@ -66,6 +67,7 @@ class Bridge:
         self.source, self.destination = run.layout.modules[edge.source], run.layout.modules[edge.destination]
         self._name, self._shapes, self._group, self._watch = f"{edge.source}->{edge.destination}", shapes, group, watch
         self._hidden, self._dtype, self._device = hidden_size, dtype, device
+        self._tag = run.layout.edges.index(edge)
         self._rank = rank = dist.get_rank()
         self._turns = Turns(shapes)
         self.while_waiting: Callable[[], None] | None = None
@@ -135,8 +137,20 @@ class Bridge:
         parts: Sequence[Part] = (),
     ) -> None:
         """Send the parts in `sent` and fill `received`, in one batch. Copy the parts that stay on this rank."""
+        works = self._post(sent, received, parts)
+        if self.while_waiting:
+            # Called even if this rank exchanges nothing: the function may be collective over a replica's ranks.
+            self.while_waiting()
+        self._wait(works)
+
+    def _post(
+        self, sent: list[tuple[torch.Tensor, Part]], received: torch.Tensor | None, parts: Sequence[Part]
+    ) -> list[dist.Work]:
+        """Start an exchange. `sent` and `received` must live until the end of its works."""
         operations = [
-            dist.P2POp(dist.isend, rows, part.peer, self._group) for rows, part in sent if part.peer != self._rank
+            dist.P2POp(dist.isend, rows, part.peer, self._group, self._tag)
+            for rows, part in sent
+            if part.peer != self._rank
         ]
         for part in parts:
             assert received is not None, "there are parts, and no tensor for them"
@@ -145,11 +159,10 @@ class Bridge:
                 (local,) = [rows for rows, part in sent if part.peer == self._rank]
                 rows.copy_(local)
             else:
-                operations.append(dist.P2POp(dist.irecv, rows, part.peer, self._group))
-        works = dist.batch_isend_irecv(operations) if operations else ()
-        if self.while_waiting:
-            # Called even if this rank exchanges nothing: the function may be collective over a replica's ranks.
-            self.while_waiting()
+                operations.append(dist.P2POp(dist.irecv, rows, part.peer, self._group, self._tag))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _wait(self, works: list[dist.Work]) -> None:
         if works:
             with self._watch("bridge_wait"):
                 for work in works:
@@ -169,6 +182,12 @@ class DisjointBridge(Bridge):
         super().__init__(edge, *arguments)
         self.src_module_name, self.dest_module_name = edge.source, edge.destination
         self.src_grid, self.dest_grid = grids[edge.source], grids[edge.destination]
+
+    def begin(self, microbatches: int, forward_only: bool) -> None:
+        """Prepare for a step's schedule."""
+
+    def finish(self) -> None:
+        """End a step's schedule."""
 
     def is_current_rank_in_grid(self, grid: HyperCommGrid) -> bool:
         """True if this rank belongs to `grid`."""

@@ -275,9 +275,10 @@ def _span(layout: RunLayout, ranks: Sequence[int]) -> str:
 def bubble(run: Run) -> float:
     """Return the share of a step in which a rank waits for the pipeline to fill and drain: (p - 1) / (v m + p - 1) for
     p equal stages, v chunks per stage and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give its ratio to
-    the rest of the step, (p - 1) / (v m)."""
-    stages, chunks = pipeline_stages(run.layout), run.layout.language.vpp * run.batch.num_microbatches
-    return (stages - 1) / (chunks + stages - 1)
+    the rest of the step, (p - 1) / (v m). A stage of an encoder has no chunks, and counts as v of the last stages."""
+    language = run.layout.language
+    filling = language.pp - 1 + language.vpp * (pipeline_stages(run.layout) - language.pp)
+    return filling / (language.vpp * run.batch.num_microbatches + filling)
 
 
 def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:

@@ -158,7 +158,7 @@ class FullestRank:
     def _stage(self, candidate: Candidate, name: str, stage: int) -> Memory:
         layout, language = candidate.layouts[name], candidate.language
         if name != LANGUAGE:  # depends only on these sizes of the language model
-            language = LayoutConfig(pp=language.pp, dp=language.dp)
+            language = LayoutConfig(pp=language.pp, dp=language.dp, vpp=language.vpp)
         is_shared = name in candidate.shared
         options = candidate.micro_batch_size, candidate.recompute, candidate.offload, candidate.distributed_optimizer
         key = name, stage, is_shared, *options, *vars(layout).values(), *vars(language).values()

@@ -114,7 +114,7 @@ class Space:
         if llm.num_experts:
             experts = [*product(_divisors(llm.num_experts), sorted({1, layout.tp}))]
         chunks = [1]
-        if layout.pp > 1 and not self._cfg.encoders:
+        if layout.pp > 1:
             chunks += [vpp for vpp in range(2, MOST_CHUNKS + 1) if llm.num_layers % (layout.pp * vpp) == 0]
         for (ep, etp), vpp in product(experts, chunks):
             # Interleaved stages take microbatches in groups of as many as there are stages.

@@ -1,8 +1,9 @@
 """Processes, groups, model and pipeline of a run: what a forward and backward pass needs, without an optimizer.
 
 Megatron-Core's 1F1B runs over `ModuleCommunicator` if modules have their own ranks or a destination has several stages.
-It runs over `P2PCommunicator` for one module in several stages, interleaved with several model chunks per stage. All
-else runs without pipelining: one module in one stage, and sources on the ranks of a destination of one stage.
+It runs over `P2PCommunicator` for one module in several stages, and for interleaved stages of several model chunks,
+whose first chunk calls encoders and bridges itself. All else runs without pipelining: one module in one stage, and
+sources on the ranks of a destination of one stage.
 """
 
 import os
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
@@ -31,6 +31,7 @@ from mimo_train.estimate.parameters import vocabulary_faults
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.inputs.datasets import placeholders_of, tokenizer_of
 from mimo_train.layout.kernels import has_fp8
+from mimo_train.layout.placement import Edge
 from mimo_train.layout.run import Run
 from mimo_train.logging.rank_log import show
 from mimo_train.logging.stopwatch import Stopwatch
@@ -39,12 +40,14 @@ from mimo_train.models.build import build_model
 from mimo_train.models.fp8 import renew_copies
 from mimo_train.models.heads import ModelHook
 from mimo_train.models.layers import use_transformer_engine
+from mimo_train.models.mimo import PlacedMimoModel
 from mimo_train.models.parameters import modules_of, seed_for
 from mimo_train.models.router_losses import RouterLosses
 from mimo_train.models.transformer_config import language_config
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.bridge.communicator import ModuleCommunicator, TextShapes, TimedP2PCommunicator
-from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
+from mimo_train.parallel.bridge.exchange import DisjointBridge, SharedBridge, Watch, not_timed
+from mimo_train.parallel.bridge.interleaved import InterleavedBridge
 from mimo_train.parallel.bridge.shapes import StepShapes, features_width
 from mimo_train.parallel.collectives import record_messages, return_at_once
 from mimo_train.parallel.groups import RunGroups, build_groups
@@ -85,8 +88,9 @@ class Pipeline:
         self.chunks: list[DistributedDataParallel] = [chunk for chunks in self._modules.values() for chunk in chunks]
         in_fp8 = has_fp8(run.cfg)
         self._with_copies = [chunk for name, chunks in self._modules.items() if name in in_fp8 for chunk in chunks]
+        self._disjoint_bridges: list[DisjointBridge] = []
         if model:
-            self._choose_schedule(model[0], config)
+            self._choose_schedule(model, config)
         config.finalize_model_grads_func = self._finalize
 
     def run(
@@ -119,7 +123,9 @@ class Pipeline:
         num_microbatches = num_microbatches or len(self.shapes.texts) or self.batch.num_microbatches
         if not forward_only:
             self.router_losses.microbatches = num_microbatches
-        return self._schedule(
+        for bridge in self._disjoint_bridges:
+            bridge.begin(num_microbatches, forward_only)
+        reports = self._schedule(
             forward_step_func=forward_step,
             data_iterator=data_iterator,
             model=self.model,
@@ -131,43 +137,36 @@ class Pipeline:
             p2p_communicator=self._communicator,
             pg_collection=self._schedule_groups,
         )
+        for bridge in self._disjoint_bridges:
+            bridge.finish()
+        return reports
 
     def work_ahead(self, while_waiting: Callable[[], None], when_done: Callable[[], None]) -> None:
         """Call `while_waiting` in exchanges with other ranks' modules, `when_done` after this rank's part of a step."""
-        if self.layout.disjoint_edges and self.model:
-            assert isinstance(self._communicator, ModuleCommunicator), "modules on other ranks are reached by it"
-            for bridge in self._communicator.bridge_comms:
-                bridge.while_waiting = while_waiting
+        for bridge in self._disjoint_bridges:
+            bridge.while_waiting = while_waiting
         self._when_done = when_done
 
-    def _choose_schedule(self, model: MegatronModule, config: TransformerConfig) -> None:
+    def _choose_schedule(self, model: list[MegatronModule], config: TransformerConfig) -> None:
         layout, groups = self.layout, self.groups
         self._communicator: ModuleCommunicator | TimedP2PCommunicator | None = None
         self._schedule = schedules.forward_backward_no_pipelining
         self._schedule_groups = groups.collections.get(LANGUAGE)
-        widths = {LANGUAGE: config.hidden_size}
-        if isinstance(model, MimoModel):
-            for name, submodule in model.modality_submodules.items():
-                widths[name] = unwrap_model(submodule).encoders[name].config.hidden_size
-            model.shapes = self.shapes
-            model.shared_bridges = {
-                edge.source: SharedBridge(
-                    edge,
-                    self._run,
-                    self.shapes,
-                    features_width(self._run, edge.source, widths[edge.destination]),
-                    config.pipeline_dtype,
-                    self.device,
-                    groups.bridges.get(edge),
-                    self.stopwatch,
-                )
-                for edge in layout.shared_edges
-                if edge.source in self._modules
-            }
+        widths, interleaves = {LANGUAGE: config.hidden_size}, layout.language.vpp > 1
+        kind = InterleavedBridge if interleaves else DisjointBridge
+        self._disjoint_bridges = [
+            kind(edge, groups.grids, *self._bridge_options(edge, config)) for edge in layout.disjoint_edges
+        ]
+        for chunk in model:
+            if isinstance(chunk, PlacedMimoModel):
+                self._attach_bridges(chunk, config)
+                for name, submodule in chunk.modality_submodules.items():
+                    widths[name] = unwrap_model(submodule).encoders[name].config.hidden_size
         piped = layout.piped_modules
-        if len(piped) > 1 or (layout.shared_edges and layout.modules[piped[0]].pp > 1):
+        has_stages = len(piped) > 1 or (layout.shared_edges and layout.modules[piped[0]].pp > 1)
+        if has_stages and not (interleaves and LANGUAGE in self._modules):
             self._communicator = ModuleCommunicator(
-                self._run, groups, config, widths, self.shapes, self.device, self.stopwatch
+                self._run, groups, config, widths, self.shapes, self._disjoint_bridges, self.stopwatch
             )
             self._schedule = schedules.forward_backward_pipelining_without_interleaving
             self._schedule_groups = groups.multi_module
@@ -184,9 +183,26 @@ class Pipeline:
             self._communicator = TimedP2PCommunicator(pgs.pp, config, self.stopwatch, rows=texts)
             self._schedule = (
                 schedules.forward_backward_pipelining_with_interleaving
-                if layout.language.vpp > 1
+                if interleaves
                 else schedules.forward_backward_pipelining_without_interleaving
             )
+
+    def _bridge_options(self, edge: Edge, config: TransformerConfig) -> tuple[Any, ...]:
+        """Return the arguments of a bridge after the edge."""
+        width = features_width(self._run, edge.source, config.hidden_size)
+        group = self.groups.bridges.get(edge)
+        return self._run, self.shapes, width, config.pipeline_dtype, self.device, group, self.stopwatch
+
+    def _attach_bridges(self, chunk: PlacedMimoModel, config: TransformerConfig) -> None:
+        """Give a model chunk the step's shapes, and the bridges that it calls."""
+        chunk.shapes, shared = self.shapes, self.layout.shared_edges
+        chunk.shared_bridges = {
+            edge.source: SharedBridge(edge, *self._bridge_options(edge, config))
+            for edge in shared
+            if edge.source in chunk.modality_submodules
+        }
+        bridges = self._disjoint_bridges
+        chunk.interleaved_bridges = [bridge for bridge in bridges if isinstance(bridge, InterleavedBridge)]
 
     def _finalize(self, *_arguments: Any, force_all_reduce: bool = False, **_options: Any) -> None:
         """Sum every module's gradients over its own groups; the schedule calls it after the last backward."""

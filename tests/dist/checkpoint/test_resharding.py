@@ -47,14 +47,14 @@ _OPTIMIZERS = (
 TABLES = {
     "vlm": Table(
         "vlm_digits",
-        _VLM,
+        (*_VLM, "modules.language.llm.num_layers=4"),
         (
             apart("dp2", "dp2"),
-            apart("tp2", "pp2"),
+            apart("tp2", "pp2 vpp2"),
             apart("dp2", "cp2", WHOLE_STATES),
             same("dp4", "tp2 dp2"),
             same("dp2", "tp2 sp pp2", WHOLE_STATES),
-            Row({"images": "tp2", "language": "dp2 pp2"}, "{images: 0, language: 0}"),
+            Row({"images": "tp2", "language": "dp2 pp2 vpp2"}, "{images: 0, language: 0}"),
         ),
     ),
     "experts": Table(

@@ -238,6 +238,13 @@ def test_interleaving_fills_the_bubble_and_keeps_more_chunks():
     assert bubble(run) == pytest.approx(1 / 5)  # 2 x 2 chunks
     # Warm-up of stage 0: 2 x 1 + 1 x 2 of one chunk, plus one; at most 2 x 2.
     assert [in_flight(run, "language", stage) for stage in (0, 1)] == [4, 3]
+    shared, disjoint = (
+        resolved("layout=language_pp2", "modules.language.layout.vpp=2", "train.global_batch_size=64", *more)
+        for more in (["modules.images.layout.pp=1", "placement.first_rank={images: 0, language: 0}"], [])
+    )
+    assert [in_flight(run, "images", 0) for run in (shared, disjoint)] == [4, 4]
+    assert [in_flight(run, "language", stage) for run in (shared, disjoint) for stage in (0, 1)] == [5, 3, 5, 3]
+    assert [bubble(run) for run in (shared, disjoint)] == pytest.approx([1 / 17, 3 / 19])
 
 
 def test_memory_of_a_language_rank_by_hand(tmp_path):

@@ -109,11 +109,6 @@ SHARED = {"placement.mode": "shared"}
         ({f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep is 2", "num_experts is 0"]),
         ({f"{IMAGES}.layout.ep": 2}, f"{IMAGES}.layout.ep", ["no experts", "is 2"]),
         (
-            {f"{LANGUAGE}.layout.vpp": 2, f"{LANGUAGE}.layout.pp": 2},
-            f"{LANGUAGE}.layout.vpp",
-            ["language model alone", "images", "vpp is 2"],
-        ),
-        (
             {f"{LANGUAGE}.layout.cp": 2, "data.sequence_length": 98},
             "data.sequence_length",
             ["98 tokens", "4 equal chunks", f"{LANGUAGE}.layout.cp 2", "multiple of 4"],

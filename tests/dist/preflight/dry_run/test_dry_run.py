@@ -17,6 +17,7 @@ LANGUAGE, IMAGES = "modules.language.layout.", "modules.images.layout."
 HALF, FEW = "train.precision=bf16", "train.global_batch_size=32"
 EVALUATED = "data.validation_shards={demo}/held_out"
 TP2_PP2 = (f"{LANGUAGE}tp=2", f"{LANGUAGE}pp=2", f"{IMAGES}dp=2")
+CHUNKS = (f"{LANGUAGE}pp=2", f"{LANGUAGE}vpp=2", "modules.language.llm.num_layers=4", HALF)
 RUNS = {
     "cp, tp, packed": ("gpt_tiny", 0, (f"{LANGUAGE}cp=2", f"{LANGUAGE}tp=2", "data.pack=true", HALF)),
     "cp": ("gpt_tiny", 1, (f"{LANGUAGE}cp=2", HALF, EVALUATED)),
@@ -25,6 +26,10 @@ RUNS = {
     "experts, etp": ("gpt_tiny", 1, ("llm@modules.language.llm=gpt_tiny_moe", f"{LANGUAGE}tp=2", f"{LANGUAGE}etp=2",
                                      f"{LANGUAGE}sp=true", HALF)),
     "interleaved": ("gpt_tiny", 1, ("layout=language_pp2_vpp2", "modules.language.llm.num_layers=4", HALF)),
+    "interleaved, shared encoder": ("vlm_digits", 0, (*CHUNKS, "placement.mode=shared",
+                                                      EVALUATED)),
+    "interleaved, encoder": ("vlm_digits", 0, (*CHUNKS, EVALUATED)),
+    "interleaved behind an encoder": ("vlm_digits", 1, (*CHUNKS, EVALUATED)),
     "shared, fp16": ("vlm_digits", 1, ("placement.mode=shared", f"{IMAGES}dp=4", f"{LANGUAGE}tp=2", f"{LANGUAGE}dp=2",
                                        "train.precision=fp16", EVALUATED)),
     "disjoint, first stage": ("vlm_digits", 2, (*TP2_PP2, HALF, EVALUATED)),
@@ -59,7 +64,7 @@ MEANT = ("mimo_train/optim/module_optimizer.py", "mimo_train/logging/stopwatch.p
          "mimo_train/training/log.py")  # fmt: skip
 """Where the host waits for the device in a step that is logged: gradient norms; times; the numbers of the log, and the
 loss scale of fp16."""
-DEFAULT = ("cp, tp, packed", "experts", "interleaved", "shared, fp16", "a family's options", "pairs")
+DEFAULT = ("cp, tp, packed", "experts", "interleaved behind an encoder", "shared, fp16", "a family's options", "pairs")
 DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 
 

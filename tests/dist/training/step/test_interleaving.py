@@ -1,4 +1,5 @@
-"""Several model chunks a stage, with experts: evaluation and decoding are those of one process."""
+"""Several model chunks a stage, with experts, also behind a frozen encoder: evaluation and decoding are those of one
+process."""
 
 import json
 
@@ -18,12 +19,24 @@ MODEL = (
 )
 
 
-def test_chunks_evaluate_and_decode_like_one_process(prose, tmp_path):
-    found = {}
-    for name, layout in (("one", "language_one"), ("chunks", "language_pp2_vpp2")):
-        held_out = (f"data.validation_shards={prose}/held_out", "train.report_samples=2")
-        short = ("train.iters=2", "run.seed=7", f"layout={layout}")
-        train_on_ranks(config("gpt_tiny", tmp_path / name, prose, *MODEL, *held_out, *short))
+CHUNKS = ("modules.language.layout.pp=2", "modules.language.layout.vpp=2")
+RUNS = {
+    "gpt_tiny": ("layout=language_one", *CHUNKS),
+    # Nothing before the language model needs a gradient: features alone are sent.
+    "vlm_digits": ("layout=one_process", "placement.mode=disjoint", *CHUNKS),
+}
+FROZEN = ("modules.images.freeze=[encoder,projector]", "modules.images.layout.dp=1")
+
+
+@pytest.mark.parametrize("of", RUNS)
+def test_chunks_evaluate_and_decode_like_one_process(of, request, tmp_path):
+    demo, found = request.getfixturevalue("prose" if of == "gpt_tiny" else "digits"), {}
+    one, *chunks = RUNS[of]
+    model = (*MODEL, *FROZEN) if of == "vlm_digits" else MODEL
+    for name, layout in (("one", [one]), ("chunks", [one, *chunks])):
+        held_out = (f"data.validation_shards={demo}/held_out", "train.report_samples=2")
+        short = ("train.iters=2", "run.seed=7", *layout)
+        train_on_ranks(config(of, tmp_path / name, demo, *model, *held_out, *short))
         (values,) = [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if "eval/loss" in line]
         found[name] = values["eval/loss"], json.loads((tmp_path / name / "samples.json").read_text())
     assert found["chunks"][0] == pytest.approx(found["one"][0], rel=TOLERANCE)

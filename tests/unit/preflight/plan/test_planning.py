@@ -45,7 +45,7 @@ def predictor(cfg, asked: Request, recomputes: Iterable[str] = ("none",)) -> Pre
 
 
 def seconds_of(cfg, asked: Request, candidate: Candidate) -> float:
-    return predictor(cfg, asked).predict(candidate).seconds
+    return predictor(cfg, asked, ("none", candidate.recompute)).predict(candidate).seconds
 
 
 def test_tensor_parallel_ranks_repeat_the_matmuls_of_muon():
@@ -303,7 +303,9 @@ def stages(forward: list[float], backward: list[float], send: float = 0.0) -> li
     """Return a chain."""
     last = len(forward) - 1
     return [
-        Stage(("language",), at, last + 1, at + 1 if at < last else None, send, 1, *seconds, 0.0, 0.0, 0.0)
+        Stage(
+            ("language",), at, last + 1, at + 1 if at < last else None, send, 1, *seconds, 0.0, 0.0, 0.0, sum(seconds)
+        )
         for at, seconds in enumerate(zip(forward, backward, strict=True))
     ]
 
@@ -317,6 +319,6 @@ def test_two_stages_by_hand():
 def test_two_sources_meet_at_their_destination():
     """The slower of two parallel encoders decides; the other one costs nothing."""
     slow, last = stages([2, 1], [0, 1])
-    fast = slow._replace(forward=1)
+    fast = slow._replace(forward=1, first=1)
     both = [slow._replace(destination=2), fast._replace(destination=2), last]
     assert schedule_seconds(both, 3) == schedule_seconds([slow, last], 3) == 8
