@@ -41,7 +41,7 @@ class Case:
     def __init__(self, settings: dict[str, Any], shapes: list[tuple[int, int]], device: str):
         self.weights = [torch.nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
         self.optimizer = GroupOptimizer([{"params": self.weights, **settings}], lr=1e-4, weight_decay=0.1)
-        dtype, shards = torch.bfloat16 if device == "cuda" else torch.float32, {}
+        dtype, shards = torch.bfloat16 if device == "cuda" else torch.float32, dict[torch.Tensor, Shard]()
         for weight in self.weights:
             whole: Any = torch.nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=device))
             shards[weight] = Shard(whole, ((0, weight.numel()),), 0, None, _ALONE)  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Set states from the copies among `values` of `read_states`."""
         state = self.state[parameter]
         for name in values.keys() & {name.removesuffix(SCALE) for name in state if name.endswith(SCALE)}:
-            moments.write(state, name, values[name].to(parameter.device))
+            moments.write(state, name, values[name].to(state[name].device))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody here evaluates the loss again

@@ -11,6 +11,7 @@ from data.storage.url import Place, Url
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.resume.same_run import recorded_config
 from mimo_train.config.errors import UserError
+from mimo_train.config.parts import parts_of
 from mimo_train.config.pretrained.config_of_directory import config_of_directory, is_directory_of_a_model
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
@@ -88,8 +89,10 @@ def open_source(
 
 def require_average(cfg: ConfigContainer, folder: Place) -> None:
     """Raise UserError if no module of a checkpoint has an average of its weights. `cfg`: the checkpoint's config."""
-    if not any(cfg.optim_of(name).ema for name in cfg.modules):
-        raise UserError(f"--ema: {folder} has no average of weights (its run has optim.ema=0). Remove --ema")
+    trained = (name for name, module in cfg.modules.items() if not set(parts_of(name)) <= set(module.freeze))
+    if not any(cfg.optim_of(name).ema for name in trained):
+        reason = "optim.ema is 0 for every trained module of its run"
+        raise UserError(f"--ema: {folder} has no average of weights ({reason}). Remove --ema")
 
 
 def load_model(

@@ -121,8 +121,11 @@ def test_ema_requires_an_average():
     from mimo_train.evaluation.generation.source import require_average
     from tests.unit.configs import load
 
-    with pytest.raises(UserError, match="--ema: run has no average of weights .*optim.ema=0"):
-        require_average(load("vlm_digits"), Path("run"))
+    frozen = ("modules.images.freeze=[encoder,projector]", "modules.images.optim.ema=0.9")
+    for cfg in (load("vlm_digits"), load("vlm_digits", *frozen)):
+        with pytest.raises(UserError, match="--ema: run has no average of weights .optim.ema is 0"):
+            require_average(cfg, Path("run"))
+    require_average(load("vlm_digits", "modules.images.optim.ema=0.9"), Path("run"))
 
 
 def test_the_command_starts_its_ranks_and_names_the_one_that_dies(trained, tmp_path):
