@@ -221,7 +221,7 @@ def shown_runs() -> list[str]:
 
 @pytest.mark.parametrize("run", shown_runs())
 def test_a_run_that_a_document_shows_has_no_faults(run, tmp_path):
-    for name, kind in {"language": "qwen2", "images": "clip", "all": "llava"}.items():
+    for name, kind in {"language": "qwen2", "images": "clip", "audio": "whisper", "all": "llava"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
         image = [{"id": 32000, "content": "<image>"}]
