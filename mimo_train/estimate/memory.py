@@ -22,8 +22,8 @@ from mimo_train.layout.adapters import quantized_parameters
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.fusions import NO_COMPILER, fusions_of
 from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
-from mimo_train.layout.ranks import ModuleLayout, layers_of_stage, stage_layers, warm_up
-from mimo_train.layout.run import Run
+from mimo_train.layout.ranks import ModuleLayout, layers_of_stage, stage_layers
+from mimo_train.layout.run import Run, in_flight
 from mimo_train.models.blocks.attention.spec import Attention
 from mimo_train.models.blocks.base import Layer, Share
 from mimo_train.models.blocks.encoder_layer import encoder_layer
@@ -373,19 +373,6 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
         features = encoder.most_features(projector.merge) * (2 * width + 2 * keys // tp) * size
         kept += resampler.num_layers * (layer.kept(Share(resampler.latents, size, tp=tp)) + features)
     return media * kept
-
-
-def in_flight(run: Run, name: str, stage: int) -> int:
-    """Return the microbatches between forward and backward on a stage. Under 1F1B this is the number of stages left, at
-    most m. With v interleaved chunks per stage, it counts microbatches of one chunk: min(v m, 2 (stages - stage - 1) +
-    (v - 1) stages + 1), the warm-up of Megatron-Core 0.19.2 (schedules.py:902) plus one. The first chunk, which shared
-    encoders are in, computes 2 stages microbatches ahead of its first gradient, at most m (`warm_up`)."""
-    microbatches, language = run.batch.num_microbatches, run.layout.language
-    if language.vpp == 1 or name != LANGUAGE:
-        shared = language.vpp > 1 and any(edge.is_shared for edge in run.layout.edges_from(name))
-        return min(microbatches, 1 + warm_up(run.layout, name, stage) + shared)
-    ahead = 2 * (language.pp - stage - 1) + (language.vpp - 1) * language.pp
-    return min(language.vpp * microbatches, ahead + 1)
 
 
 FP8_BYTES = 2

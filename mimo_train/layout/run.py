@@ -31,7 +31,7 @@ from mimo_train.layout.legality import (
     projector_faults,
 )
 from mimo_train.layout.placement import placement_faults
-from mimo_train.layout.ranks import RunLayout, lay_out
+from mimo_train.layout.ranks import RunLayout, lay_out, warm_up
 
 INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards", "data.test_shards")
 """Keys of files that may be missing when a config is checked without data."""
@@ -65,6 +65,19 @@ def steps_of_epochs(run: Run, samples: int) -> int:
     """Return the number of steps of `train.epochs`, for epochs of `samples` samples."""
     # As a decimal number: 0.1 of 30 samples are 3 samples, not 4.
     return max(1, run.batch.steps_of(math.ceil(Fraction(str(run.cfg.train.epochs)) * samples)))
+
+
+def in_flight(run: Run, name: str, stage: int) -> int:
+    """Return the microbatches between forward and backward on a stage. Under 1F1B this is the number of stages left, at
+    most m. With v interleaved chunks per stage, it counts microbatches of one chunk: min(v m, 2 (stages - stage - 1) +
+    (v - 1) stages + 1), the warm-up of Megatron-Core 0.19.2 (schedules.py:902) plus one. The first chunk, which shared
+    encoders are in, computes 2 stages microbatches ahead of its first gradient, at most m (`warm_up`)."""
+    microbatches, language = run.batch.num_microbatches, run.layout.language
+    if language.vpp == 1 or name != LANGUAGE:
+        shared = language.vpp > 1 and any(edge.is_shared for edge in run.layout.edges_from(name))
+        return min(microbatches, 1 + warm_up(run.layout, name, stage) + shared)
+    ahead = 2 * (language.pp - stage - 1) + (language.vpp - 1) * language.pp
+    return min(language.vpp * microbatches, ahead + 1)
 
 
 def length_of(train: TrainConfig) -> str:

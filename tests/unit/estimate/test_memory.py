@@ -3,8 +3,9 @@
 import pytest
 
 from mimo_train.estimate import activations, memory, parameters
-from mimo_train.estimate.memory import Memory, in_flight
+from mimo_train.estimate.memory import Memory
 from mimo_train.layout.ranks import pipeline_stages
+from mimo_train.layout.run import in_flight
 from mimo_train.models.blocks.attention.spec import Attention
 from mimo_train.models.blocks.base import Layer, Share
 from mimo_train.models.blocks.mlp.spec import Mlp
