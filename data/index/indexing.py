@@ -206,8 +206,8 @@ def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
     )
 
 
-_Members = list[tuple[str, int, int, int, int]]
-"""(extension, offset, size, first and second number of the extent) of each member of a sample."""
+_Members = list[tuple[str, int, int, int, int, int]]
+"""(extension, offset, size, first and second number of the extent, sound) of each member of a sample."""
 
 
 def _samples(shard: Place, read: ReadRange, size: int) -> Iterator[tuple[str, _Members]]:
@@ -235,8 +235,8 @@ def _split_names(walk: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, st
             yield match[1], match[2].lower(), offset, size
 
 
-def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int]:
-    """Return the extent for `MEMBER`; zeros if there is none or it is unreadable."""
+def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int, int]:
+    """Return (first, second, sound) of `MEMBER`; zeros if there is none or it is unreadable."""
     kind = kind_of(extension)
 
     def read_member(length: int, at: int) -> bytes:
@@ -244,9 +244,12 @@ def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[i
 
     if kind == "video":
         video = parse_video_header(read_member, size)
-        return pack_video(video.height, video.width, video.frames, *video.rate.as_integer_ratio()) if video else (0, 0)
+        if video is None:
+            return 0, 0, 0
+        extent = pack_video(video.height, video.width, video.frames, *video.rate.as_integer_ratio())
+        return (*extent, video.sound)
     first, second = (parse_extent(kind, read_member, size) if kind != "other" else None) or (0, 0)
-    return (first, second) if first < 1 << 63 and second < 1 << 31 else (0, 0)
+    return (first, second, 0) if first < 1 << 63 and second < 1 << 31 else (0, 0, 0)
 
 
 def _part_of(shard: Place, retries: int) -> Part | DataError:

@@ -22,8 +22,11 @@ from data.storage.url import Place
 
 SAMPLE = np.dtype([("first_member", "<i8"), ("record", "<i4"), ("reason", "<i4")])
 """A sample: its first member, the record among its members (-1: none), and its reason code (0: not bad)."""
-MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("first", "<i8"), ("second", "<i8"), ("code", "<i8")])
-"""A member: its bytes, extent (`Member.extent`) and code (`Codes`). For a video, the extent is `pack_video`."""
+MEMBER = np.dtype(
+    [("offset", "<i8"), ("size", "<i8"), ("first", "<i8"), ("second", "<i8"), ("sound", "<i4"), ("code", "<i4")]
+)
+"""A member: its bytes, extent (`Member.extent`), `Member.sound`, and code (`Codes`). The extent of a video is
+`pack_video`."""
 
 
 class Frame(NamedTuple):
@@ -49,6 +52,8 @@ class Member(NamedTuple):
     """The kind: "image", "video", "audio", or "other" (its record, and unread members)."""
     rate_base: int = 1
     """Seconds in which there are `rate` frames; 1 for audio."""
+    sound: int = 0
+    """Milliseconds of the first sound track of a video, rounded up; 0 without one."""
     frame: Frame | None = None
     """The frame of a video; None: the whole file."""
 
@@ -147,13 +152,13 @@ class ShardIndex:
         """Return the members as without `data.fields`."""
         start, end = self.samples["first_member"][row : row + 2].tolist()
         members = []
-        for offset, size, first, second, code in self.all_members[start:end].tolist():
+        for offset, size, first, second, sound, code in self.all_members[start:end].tolist():
             kind = self.codes.kinds[code]
             extension = self.codes.extensions[code]
             kind_now = kind_of(extension)
             if kind_now == "video":
                 height, width, frames, rate, rate_base = unpack_video(first, second)
-                members.append(Member(extension, offset, size, height, width, frames, rate, kind, rate_base))
+                members.append(Member(extension, offset, size, height, width, frames, rate, kind, rate_base, sound))
                 continue
             height, width, frames, rate = (first, second, 0, 0) if kind_now == "image" else (0, 0, first, second)
             members.append(Member(extension, offset, size, height, width, frames, rate, kind))

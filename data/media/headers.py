@@ -12,6 +12,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from fractions import Fraction
+from math import ceil
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import (
@@ -73,6 +74,8 @@ class VideoHeader(NamedTuple):
     """Number of frames that are presented, without those that an edit list discards."""
     rate: Fraction
     """Average frames per second; numerator and denominator are below 2^31."""
+    sound: int
+    """Milliseconds of the first sound track, rounded up and below 2^31; 0 without one."""
 
     @property
     def milliseconds(self) -> int:
@@ -185,15 +188,16 @@ def _video_header(file: Any, container: str, is_fragmented: bool) -> VideoHeader
     rate = Fraction(stream.average_rate or 0)
     frames = 0 if container == "matroska" or is_fragmented else sum(not e.is_discard for e in stream.index_entries)
     seconds = (stream.duration or 0) * Fraction(stream.time_base)
-    if not frames or not seconds:
+    sound = sum((track.duration or 0) * Fraction(track.time_base) for track in file.streams.audio[:1])
+    if not frames or not seconds or (file.streams.audio and not sound):
         packets = scan_packets(file, stream)
-        frames, seconds = len(packets.times), packets.seconds
+        frames, seconds, sound = len(packets.times), packets.seconds, packets.sound
     # Of Matroska files, libavformat may estimate the rate from the first frames.
     if not rate or abs(frames / rate - seconds) > seconds / 50 + 2 / rate:
         rate = (frames / seconds).limit_denominator(_LARGEST_DENOMINATOR) if seconds else Fraction(0)
     if not 0 < rate.numerator < 1 << 31 or frames >= 1 << 31:
         raise DecodeError(f"its length is unknown: {frames} frames in {float(seconds):.10g} s")
-    return VideoHeader(container, height, width, turns, frames, rate)
+    return VideoHeader(container, height, width, turns, frames, rate, min(ceil(1000 * sound), (1 << 31) - 1))
 
 
 def parse_video_header_bytes(raw: bytes) -> VideoHeader | None:

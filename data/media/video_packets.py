@@ -19,6 +19,8 @@ class Packets(NamedTuple):
     """Presentation times of key frames, ascending."""
     seconds: Fraction
     """Time from the first frame to the end of the last; 0 for one frame without a duration."""
+    sound: Fraction
+    """Seconds of the first sound track; 0 without one."""
 
 
 def video_stream(file: Any) -> Any:
@@ -30,11 +32,16 @@ def video_stream(file: Any) -> Any:
 
 
 def scan_packets(file: Any, stream: Any) -> Packets:
-    """Read the packets of a stream of a PyAV container. Raises DecodeError without a frame."""
+    """Read the packets of a video stream of a PyAV container. Raises DecodeError without a frame."""
     times, keys, last = list[int](), list[int](), (0, 0)
+    tracks, heard = file.streams.audio[:1], list[int]()  # start and end of the sound
     has_hidden_frames = stream.codec_context.name == "vp8"
-    for packet in file.demux(stream):
+    for packet in file.demux([stream, *tracks]):
         if packet.pts is None or packet.is_discard:
+            continue
+        if packet.stream_index != stream.index:
+            heard = heard or [max(packet.pts, 0), 0]  # decoders drop what is before 0
+            heard[1] = packet.pts + (packet.duration or 0)
             continue
         if has_hidden_frames and packet.size and not memoryview(packet)[0] & _HIDDEN:
             continue
@@ -46,8 +53,9 @@ def scan_packets(file: Any, stream: Any) -> Packets:
         raise DecodeError("no frame in it")
     times.sort()
     between = Fraction(times[-1] - times[0], max(len(times) - 1, 1))
-    length = last[0] - times[0] + (last[1] or between)
-    return Packets(times, sorted(keys), length * Fraction(stream.time_base))
+    seconds = (last[0] - times[0] + (last[1] or between)) * Fraction(stream.time_base)
+    sound = (heard[1] - heard[0]) * Fraction(tracks[0].time_base) if heard else Fraction(0)
+    return Packets(times, sorted(keys), seconds, sound)
 
 
 def milliseconds_of(frames: Any, numerator: Any, denominator: Any) -> Any:

@@ -170,7 +170,8 @@ def _describe(member: Any) -> str:
         return f".{shown(member.extension)} {member.height}x{member.width}"
     if member.kind == "video":
         seconds = member.milliseconds / 1000
-        return f".{shown(member.extension)} {member.height}x{member.width}, {seconds:.2f} s"
+        sound = f", {member.sound / 1000:.2f} s of sound" if member.sound else ""
+        return f".{shown(member.extension)} {member.height}x{member.width}, {seconds:.2f} s{sound}"
     if member.kind == "audio":
         return f".{shown(member.extension)} {member.frames} samples at {member.rate} Hz"
     return f".{shown(member.extension)} {member.size} bytes"

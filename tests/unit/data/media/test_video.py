@@ -268,7 +268,10 @@ def test_a_video_is_decoded_once_for_a_module(dataset, tmp_path, monkeypatch):
 def test_commands_know_videos(tmp_path, capsys):
     path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
     assert main(["shards", "verify", str(path)]) == 0 and main(["shards", "inspect", str(path)]) == 0
-    assert ".mp4 48x64, 3.00 s" in capsys.readouterr().out
+    assert ".mp4 48x64, 3.00 s, .json" in capsys.readouterr().out
+    write_tar(path, [("k.mp4", make_video(sound=2)), ("k.json", chat("<video>q", "a"))])
+    assert main(["shards", "inspect", str(path)]) == 0
+    assert ".mp4 48x64, 3.00 s, 2.00 s of sound" in capsys.readouterr().out
     path = write_tar(tmp_path / "t.tar", [("k.mp4", make_video()[:-9]), ("k.json", chat("<video>q", "a"))])
     assert main(["shards", "verify", str(path)]) == 1
     assert "no header of a video" in capsys.readouterr().out
