@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mimo_train.checkpoint import folders
 from mimo_train.config.compose import load
 from mimo_train.layout.run import resolve
 from mimo_train.logging.sinks.jsonl import read_metrics
+from mimo_train.training.callbacks import Callback
 from mimo_train.training.shutdown import ExitVotes
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
@@ -27,7 +29,18 @@ def events(run_dir: Path, name: str) -> list[dict[str, str]]:
     return [dict(fact.split("=", 1) for fact in row[2:]) for row in rows if row[1] == name]
 
 
-def _rank(cfg, callback: At | None, late_rank: int | None, gone: bool, stopped_code: int) -> int:
+class OutOfTime(Callback):
+    """The time is over as the first step starts. Over before, a slow rank would give up the wait for its samples."""
+
+    def votes(self, *arguments, **options) -> ExitVotes:
+        self._votes = ExitVotes(*arguments, **options)
+        return self._votes
+
+    def on_step_start(self, state) -> None:
+        self._votes._deadline = time.monotonic()
+
+
+def _rank(cfg, callback: Callback | None, late_rank: int | None, gone: bool, stopped_code: int) -> int:
     """One rank as `mimo-train train` runs it; `late_rank` alone finds that its time is over. What it prints is for a
     reader that has gone, or a full disk."""
     if gone:
@@ -42,7 +55,8 @@ def _rank(cfg, callback: At | None, late_rank: int | None, gone: bool, stopped_c
     if late_rank is not None:
         cfg.train.exit_duration_minutes = 60
     if int(os.environ["RANK"]) == late_rank:
-        pretrain.ExitVotes = lambda signal, minutes, start, **rest: ExitVotes(signal, minutes, start - 3600, **rest)
+        callback = OutOfTime()
+        pretrain.ExitVotes = callback.votes
     original = pretrain.pretrain
     pretrain.pretrain = lambda run, **options: original(run, callbacks=[callback] if callback else [], **options)
     return main(resolve(cfg))
