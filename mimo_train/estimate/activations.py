@@ -40,6 +40,7 @@ def output_work(
     chosen: bool = False,
     frozen: bool = False,
     capped: bool = False,
+    has_teacher: bool = False,
     most_logits: int | None = None,
 ) -> int:
     """Return the work in bytes at the end of the language model, for one microbatch: the inputs of the final norm and
@@ -48,7 +49,8 @@ def output_work(
 
     - logits (v / t, twice if they are capped) with the larger of their fp32 softmax (4 v / t) and the gradient of the
       weight (v h / t), of as many positions as `most_logits` bytes allow;
-    - above these bytes a block of logits, fp32 and rounded, with the gradients of the inputs and of the weight.
+    - above these bytes a block of logits, fp32 and rounded, with the gradients of the inputs and of the weight. With a
+      teacher (`models.output.divergence`) also its logits, both divided by the temperature, and their difference.
 
     Args:
         chosen: positions are selected, so that any number of them may get logits.
@@ -61,7 +63,7 @@ def output_work(
     if most_logits is not None and logits_bytes(tokens, vocab, tp) > most_logits:
         rounded = size if size < 4 else 0
         block = min(block_tokens(share) * share if frozen else tokens * block_rows(tokens), tokens * share)
-        blocks = block * (4 + rounded + (4 if capped else 0)) + weight
+        blocks = block * (4 + rounded + (4 if capped else 0) + (3 * 4 if has_teacher else 0)) + weight
         blocks += tokens * hidden * (size if frozen else 4 + rounded)
         stored = most_logits // (4 * share) if chosen else 0
     logits = stored * share * size * (2 if capped else 1) + max(stored * share * 4, weight if stored else 0)

@@ -5,17 +5,20 @@ Counted for full rows: weights, gradients, optimizer states, activations, and th
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
-from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.parts import LANGUAGE, SAVED
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import BLOCK
 from mimo_train.config.schema_optim import CHUNK, OptimConfig
 from mimo_train.config.schema_train import recompute_parts
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
+from mimo_train.estimate.flops import frozen_patterns
 from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows, vocabulary_parameters
 from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.layout.adapters import quantized_parameters
@@ -252,19 +255,28 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     work += 0 if has_scores else scores
     work += layer if recompute == "full" else 0
     work += OFFLOADED_LAYERS * layer if cfg.offload_of(LANGUAGE) else 0
+    # Autograd gets the gradient of a table as a whole. If both are tied, that of the output waits for the embedding's.
+    table = math.ceil(vocab / sizes.tp) * llm.hidden_size * size
+    tied = llm.tie_embeddings and last and not cfg.traits.value_head
+    if stage == 0 and _is_trained(cfg, "embed_tokens"):
+        work = max(work + table * tied, table * (1 + tied) + boundary - kept // flying)
     if last:
-        saved = "lm_head" in cfg.language.lora.modules_to_save
-        saved = saved or (llm.tie_embeddings and "embed_tokens" in cfg.language.lora.modules_to_save)
         numbers = tokens, llm.hidden_size, output_rows(cfg, vocab), train.precision
         end = output_work(
             *numbers, tp=sizes.tp, sp=sizes.sp, chosen=train.logits == "learned",
-            frozen=adapted.frozen and not saved,
-            capped=bool(llm.logit_softcap), most_logits=0 if cfg.traits.has_teacher else train.max_logits_mib * 2**20,
+            frozen=not _is_trained(cfg, "embed_tokens" if llm.tie_embeddings else "lm_head"),
+            capped=bool(llm.logit_softcap), has_teacher=cfg.traits.has_teacher,
+            most_logits=0 if cfg.traits.has_teacher else train.max_logits_mib * 2**20,
         )  # fmt: skip
         work = max(work, end)
     # The input that was received ahead of its use, and the gradient that is sent back.
     kept += 2 * boundary if sizes.pp > 1 and last else 0
     return Memory(activations=kept, work=work)
+
+
+def _is_trained(cfg: ConfigContainer, table: str) -> bool:
+    """True if a table of the vocabulary is trained in some step; `table`: one of `SAVED`."""
+    return not any(fnmatchcase(SAVED[table], pattern) for pattern in frozen_patterns(cfg.language, sys.maxsize))
 
 
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:

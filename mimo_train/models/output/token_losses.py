@@ -86,6 +86,7 @@ class _TokenLosses(torch.autograd.Function):
             if taught is not None:
                 taught.add(logits_NC, begin)
             exponentials.add(logits_NC)
+            del logits_NC  # before those of the next block
         (label_N,) = add_up(vocabulary.tp_group, [exponentials], label_N)
         log_sum_N = exponentials.log()
         losses_LN = [log_sum_N - label_N.where(vocabulary.is_token(labels_N), exponentials.most_N)]
@@ -162,6 +163,7 @@ class _FrozenCrossEntropy(torch.autograd.Function):
             if slope_NC is not None:
                 terms_NC.mul_(slope_NC)
             torch.mm(terms_NC.to(hidden_NH.dtype), weight_CH, out=gradient_NH)
+            del logits_NC, slope_NC, terms_NC  # before those of the next block
         ctx.save_for_backward(hidden_gradient)
         return torch.cat(losses)
 

@@ -145,6 +145,11 @@ def test_logits_count_in_their_precision_and_as_fp32_softmax():
     assert activations.output_work(10, 8, 100, "bf16", tp=2, sp=True) == 10 * (3 * 8 * 2 + 50 * (2 + 4))
     # For one token the gradient of 8 x 100 weights is larger than its softmax.
     assert activations.output_work(1, 8, 100, "bf16") == 2 * 8 * 2 + 100 * 2 + 8 * 100 * 2
+    # A teacher's logits of a block, both over the temperature, and their difference.
+    without, taught = (
+        activations.output_work(10, 8, 100, "bf16", most_logits=0, has_teacher=it) for it in (False, True)
+    )
+    assert taught - without == 10 * 100 * 3 * 4
 
 
 def test_activations_of_experts_by_hand():
@@ -261,7 +266,8 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
     tokens = 12
     layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 3 * 16)  # with a fused activation
     end = tokens * (3 * 8 * 4 + 10 * 4) + tokens * 10 * 4
-    work = max(end, 4 * (tokens * 2 * 8 + max(tokens * 32, 8 * 32 - tokens * 3 * 16)))
+    # The gradient of the output layer waits for that of the embedding, which is tied to it.
+    work = max(end, 4 * (tokens * 2 * 8 + max(tokens * 32, 8 * 32 - tokens * 3 * 16)) + 10 * 8 * 4)
     assert stage.ranks == (0,)
     assert stage.memory == Memory(4 * parameters, 4 * parameters, 8 * parameters, 2 * layer, work)
 

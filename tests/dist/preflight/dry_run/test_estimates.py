@@ -27,6 +27,7 @@ ENCODER = ("modules.images.encoder.hidden_size=256", "modules.images.encoder.ffn
            "modules.images.encoder.num_layers=4")  # fmt: skip
 GATED = ("modules.language.llm.activation=swiglu", "modules.language.llm.ffn_hidden_size=2048")
 TP_SP = (f"{LANGUAGE}tp=2", f"{LANGUAGE}sp=true")
+NO_LOGITS = ("train.max_logits_mib=0", "modules.language.llm.vocab_size=32000", "train.micro_batch_size=16")
 MOE = "llm@modules.language.llm=gpt_tiny_moe"
 LATENT_SIZES = {
     "kv_lora_rank": 128,
@@ -60,6 +61,12 @@ CASES = {
     "replicated optimizer": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2", "optim.distributed_optimizer=false", HALF)),
     "divided optimizer": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2", HALF)),
     "all logits": ("gpt_tiny", 0, ("train.logits=all", "modules.language.llm.vocab_size=32000", HALF)),
+    "no logits": ("gpt_tiny", 0, (*NO_LOGITS, "train.logits=all", HALF)),
+    "no logits, capped, tp sp": ("gpt_tiny", 0, (*NO_LOGITS, "modules.language.llm.logit_softcap=30", *TP_SP, HALF)),
+    "no logits, untied, fp32": ("gpt_tiny", 0, (*NO_LOGITS, "modules.language.llm.tie_embeddings=false")),
+    "no logits, frozen": ("vlm_digits", 1, (*NO_LOGITS, "train.logits=all", "modules.images.freeze=[encoder]", HALF,
+                                            "modules.language.freeze=[llm]")),
+    "no logits, stages": ("gpt_tiny", 1, (*NO_LOGITS, f"{LANGUAGE}pp=2", HALF)),
     "head norms": ("gpt_tiny", 0, ("modules.language.llm.num_query_groups=2", "modules.language.llm.qk_norm=true",
                                    HALF)),
     "norms behind": ("gpt_tiny", 0, ("modules.language.llm.post_norms=true", *GATED, HALF)),
@@ -85,7 +92,7 @@ CASES = {
     "encoder": ("vlm_digits", 0, (f"{IMAGES}tp=2", f"{LANGUAGE}pp=2", HALF, *ENCODER)),
 }  # fmt: skip
 """Every one was tried; these by default, and all with MIMO_ALL_LAYOUTS=1."""
-DEFAULT = ("tp sp, stages", "cp", "packed", "shared")
+DEFAULT = ("tp sp, stages", "no logits", "cp", "packed", "shared")
 DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 
 
