@@ -14,17 +14,17 @@ from encoders.base import GATED, LayeredSpec
 from encoders.plain.spec import PlainSpec
 from mimo_train.config.parts import LANGUAGE, SAVED
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_modules import BLOCK
 from mimo_train.config.schema_optim import CHUNK, OptimConfig
 from mimo_train.config.schema_train import recompute_parts
 from mimo_train.estimate.activations import BYTES, WIDEST_HEAD, output_work
 from mimo_train.estimate.flops import frozen_patterns
+from mimo_train.estimate.low_precision import fp8_weight_bytes, quantized_bytes
 from mimo_train.estimate.parameters import ParameterCount, module_parameters, output_rows, vocabulary_parameters
 from mimo_train.estimate.sharding import sharded_bytes
 from mimo_train.layout.adapters import quantized_parameters
 from mimo_train.layout.batch import pack_length
 from mimo_train.layout.fusions import NO_COMPILER, fusions_of
-from mimo_train.layout.kernels import NOT_PLAIN, layers_in_fp8
+from mimo_train.layout.kernels import NOT_PLAIN
 from mimo_train.layout.ranks import ModuleLayout, layers_of_stage, stage_layers
 from mimo_train.layout.run import Run, in_flight
 from mimo_train.models.blocks.attention.spec import Attention
@@ -201,11 +201,6 @@ def state_of_stage(cfg: ConfigContainer, module: ModuleLayout, stage: int, vocab
     # A weight is dequantized while it is used.
     memory += Memory(weights=quantized_bytes(quantized) - quantized * BYTES[cfg.train.precision])
     return memory + Memory(work=gathered + largest * BYTES[cfg.train.precision])
-
-
-def quantized_bytes(weights: int) -> int:
-    """Return the bytes of weights in NF4: two in a byte, and a scale in fp32 for each block."""
-    return weights // 2 + weights // BLOCK * 4
 
 
 def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
@@ -385,25 +380,3 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
         features = encoder.most_features(projector.merge) * (2 * width + 2 * keys // tp) * size
         kept += resampler.num_layers * (layer.kept(Share(resampler.latents, size, tp=tp)) + features)
     return media * kept
-
-
-FP8_BYTES = 2
-"""Bytes of the fp8 copies of a weight: by rows for forward, by columns for the gradient of the input."""
-
-
-def fp8_weight_bytes(
-    cfg: ConfigContainer, name: str, stage: int, *, tp: int, stages: int, vpp: int = 1, ep: int = 1, etp: int = 1
-) -> int:
-    """Return the bytes of the fp8 copies of a module's weights on one rank of a pipeline stage, kept between steps."""
-    if cfg.fp8_of(name) == "none":
-        return 0
-    if name == LANGUAGE:
-        llm = cfg.llm
-        numbers = stage_layers(llm.num_layers, stage, stages, vpp if stages > 1 else 1)
-        layers = [llm.layer(layer) for layer in layers_in_fp8(cfg, numbers, llm.num_layers)]
-        return FP8_BYTES * sum(block.matrices(tp, ep, etp) for layer in layers for block in layer.blocks)
-    total = 0
-    for spec in cfg.modules[name].encoder.parts.values():
-        numbers = layers_in_fp8(cfg, stage_layers(spec.built_layers, stage, stages), spec.built_layers)
-        total += FP8_BYTES * len(numbers) * sum(block.matrices(tp, 1, 1) for block in encoder_layer(spec).blocks)
-    return total

@@ -13,12 +13,12 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.transformers_llm import TransformersLlm
 from mimo_train.estimate.activations import logits_bytes
 from mimo_train.estimate.flops import module_work
+from mimo_train.estimate.low_precision import quantized_bytes
 from mimo_train.estimate.memory import (
     GIB,
     Memory,
     mask_bytes,
     microbatch_tokens,
-    quantized_bytes,
     rank_memory,
     run_memory,
     states_text,

@@ -3,7 +3,7 @@
 import pytest
 
 from mimo_train.estimate import memory
-from mimo_train.estimate.memory import fp8_weight_bytes
+from mimo_train.estimate.low_precision import fp8_weight_bytes
 from mimo_train.inputs.padding import padding_of
 from mimo_train.layout.kernels import fp8_text, row_unit
 from mimo_train.layout.run import config_faults, resolve
