@@ -15,7 +15,10 @@ CASES = {
     # Tied tables, in several microbatches, with parts that are trained later, clipping and losses without logits.
     "whole": (
         "llama",
-        ("train.recompute=full", "train.max_logits_mib=0", 'modules.language.freeze_until={"*embed_tokens*": 2}'),
+        (
+            *("train.recompute=full", "train.max_logits_mib=0", "optim.ema=0.9", "optim.offload=true"),
+            'modules.language.freeze_until={"*embed_tokens*": 2}',
+        ),
     ),
     "adapters": ("cohere", ("modules.language.lora.rank=3", "modules.language.lora.targets=[q_proj,down_proj]")),
     "experts": ("gpt_oss", ("train.precision=bf16", "log.metrics=[grad_norms,params_norm]")),
