@@ -62,7 +62,7 @@ def cut_items(
     is_named = not names.keys().isdisjoint(SEGMENT)
     recordings = [at for at, item in enumerate(items) if item.kind != "image"]
     timed = [at for at in recordings if is_named or isinstance(items[at].content, FileRange)]
-    cut = {at: part for at, item in enumerate(items) if (part := _segment_of(item.part, {}, where))}
+    cut = {at: segment for at in recordings if (segment := _segment_of(items[at].part, {}, where))}
     segment = _segment_of(record, names, where) if timed else None
     if segment and len(timed) > 1:
         raise RecordError(

@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
     """Add the command to those of `shards`."""
     build = commands.add_parser(
         "build",
-        help="make shards of a LLaVA JSON, a CSV, a Hugging Face dataset, img2dataset's output, tars or folders",
+        help="make shards of a LLaVA JSON, a CSV, a Hugging Face dataset, img2dataset's output, tars, speech, folders",
         description="Make shuffled WebDataset shards. The folder appears when all are complete.",
     )
     build.add_argument(
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         metavar="SOURCE",
         help="a JSON, JSONL, CSV or TSV file of records; parquet or Arrow files, or the folder of a Hugging Face "
         "dataset; a folder of tars; a folder with images, videos and audio next to captions or records of the same "
-        "name",
+        "name; a folder of LibriSpeech, or a data directory of Kaldi",
     )
     build.add_argument("--to", metavar="FOLDER", required=True, help="folder to write: train/ and held_out/ in it")
     build.add_argument(

@@ -385,7 +385,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     }
     looked_at |= {f"data/media/{name}.py" for name in ("audio_files", "audio")}
     looked_at |= {"cpu/attention.py", "cpu/kernels.py", "cpu/backend.py"}
-    looked_at |= {"config/run_files.py", "models/sharding.py"}
+    looked_at |= {"config/run_files.py", "models/sharding.py", "data/rows/segments.py"}
     by_running = (
         "test_dense_layer.py",
         "test_tensors.py",
