@@ -21,6 +21,7 @@ CASES = {
         ),
     ),
     "adapters": ("cohere", ("modules.language.lora.rank=3", "modules.language.lora.targets=[q_proj,down_proj]")),
+    "lion": ("llama", ("optim.name=lion", "optim.eps=1e-8", "optim.lr=1e-4")),
     "experts": ("gpt_oss", ("train.precision=bf16", "log.metrics=[grad_norms,params_norm]")),
 }
 STEPS = 4
