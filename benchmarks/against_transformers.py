@@ -1,6 +1,7 @@
 """Processor time of a training step, and memory: this program against `transformers` with the same sizes and batches.
 
-    OMP_NUM_THREADS=1 python benchmarks/against_transformers.py demo            # or another of CASES
+    OMP_NUM_THREADS=1 python benchmarks/against_transformers.py demo            # or others of CASES, or all
+    ... benchmarks/against_transformers.py all --kernels-off                    # ours without run.cpu_kernels, too
     ... benchmarks/against_transformers.py gpt_dp2 --blocks 30 --steps 4        # two processes, against torch's DDP
     ... benchmarks/against_transformers.py demo --reads                         # the reference reads samples too
 
@@ -25,7 +26,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -55,6 +56,7 @@ class Case:
         demo: whose shards are made; empty: `changes` name shards that are there.
         device: that both sides compute on.
         recorded: steps of our loader whose microbatches the reference goes through again and again.
+        steps: steps of a block, by default.
     """
 
     config: str
@@ -63,6 +65,7 @@ class Case:
     processes: int = 1
     device: str = "cpu"
     recorded: int = 24
+    steps: int = 4
 
 
 def sizes(tower: tuple[int, int, int], language: tuple[int, int, int, int], *more: str) -> tuple[str, ...]:
@@ -81,8 +84,8 @@ SMALL_BATCH = ("train.global_batch_size=8", "train.micro_batch_size=4")
 
 CASES = {
     "demo": Case("vlm_digits", "digits", ("layout=one_process",)),
-    "vlm_23m": Case("vlm_digits", "digits", sizes((6, 256, 8), (7, 448, 8, 1216), *SMALL_BATCH)),
-    "vlm_100m": Case("vlm_digits", "digits", sizes((8, 512, 8), (10, 832, 13, 2240), *SMALL_BATCH)),
+    "vlm_23m": Case("vlm_digits", "digits", sizes((6, 256, 8), (7, 448, 8, 1216), *SMALL_BATCH), steps=1),
+    "vlm_100m": Case("vlm_digits", "digits", sizes((8, 512, 8), (10, 832, 13, 2240), *SMALL_BATCH), steps=1),
     "gpt": Case("gpt_tiny", "text", ()),
     "gpt_dp2": Case("gpt_tiny", "text", ("layout=language_dp2", "train.micro_batch_size=4"), processes=2),
 }
@@ -264,47 +267,58 @@ def normalization(cfg: ConfigContainer) -> Callable[[torch.Tensor], torch.Tensor
 
 @contextlib.contextmanager
 def open_sides(
-    case: Case, folder: Path, compiled: str = "", prepare: Callable[[], None] | None = None, reads: bool = False
+    case: Case,
+    folder: Path,
+    compiled: str = "",
+    prepare: Callable[[], None] | None = None,
+    reads: bool = False,
+    kernels_off: bool = False,
 ) -> Iterator[list[Side]]:
-    """The reference (see `train_reference`) and ours (see `train_ours`), each past its first steps."""
+    """The reference (see `train_reference`) and ours (see `train_ours`), each past its first steps. With `kernels_off`
+    a third side is ours with run.cpu_kernels=false."""
     if case.demo:
         from data.demo.make import make_demo
 
         make_demo(folder, case.demo)
 
-    def side(name: str, run: Callable[..., None]) -> Side:
+    def side(name: str, run: Callable[..., None], case: Case = case) -> Side:
         options = {"processes": case.processes, "device": case.device}
         return Side(name, partial(run, case, folder, name), folder, **options)
 
     side("recorder", record_batches).close()
     with contextlib.ExitStack() as stack:
-        sides = []
         reference, ours = partial(train_reference, compiled=compiled, reads=reads), partial(train_ours, prepare=prepare)
-        for name, run in (("transformers", reference), ("mimo-train", ours)):
-            sides.append(stack.enter_context(side(name, run)))
-            sides[-1].block(FIRST_STEPS)
+        sides = [stack.enter_context(side("transformers", reference)), stack.enter_context(side("mimo-train", ours))]
+        if kernels_off:
+            off = replace(case, changes=(*case.changes, "run.cpu_kernels=false"))
+            sides.append(stack.enter_context(side("kernels off", ours, off)))
+        for each in sides:
+            each.block(FIRST_STEPS)
         yield sides
 
 
 def main() -> int:
-    """Measure one case and print the table."""
+    """Measure cases in turn, and print a table of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("cases", nargs="+", choices=(*CASES, "all"), metavar="CASE")
     parser.add_argument("--blocks", type=int, default=30, help="rounds of a block of each side (default: 30)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a block (default: 4)")
+    parser.add_argument("--steps", type=int, help="steps of a block (default: 4; 1 of vlm_23m and vlm_100m)")
     parser.add_argument("--reads", action="store_true", help="let the reference read and decode samples, too")
+    parser.add_argument("--kernels-off", action="store_true", help="add a side of ours with run.cpu_kernels=false")
     parser.add_argument("--keep", metavar="DIR", help="work in this folder, and keep its logs")
     args = parser.parse_args()
     import_everything()
-    case = CASES[args.case]
-    with contextlib.ExitStack() as stack:
-        folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        sides = stack.enter_context(open_sides(case, folder, reads=args.reads))
-        found = take_turns(sides, args.blocks, args.steps)
-    name = f"{args.case}, where both read," if args.reads else args.case
-    print(f"{name} {args.blocks} blocks of {args.steps} steps; of a step: all threads | main thread | memory")
-    print(summary(found))
+    for name in CASES if "all" in args.cases else args.cases:
+        case = CASES[name]
+        steps = args.steps or case.steps
+        with contextlib.ExitStack() as stack:
+            folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory())).resolve() / name
+            folder.mkdir(parents=True, exist_ok=True)
+            sides = stack.enter_context(open_sides(case, folder, reads=args.reads, kernels_off=args.kernels_off))
+            blocks = take_turns(sides, args.blocks, steps)
+        title = f"{name}, where both read," if args.reads else name
+        print(f"{title} {args.blocks} blocks of {steps} steps; of a step: all threads | main thread | memory")
+        print(summary(blocks), flush=True)
     return 0
 
 
