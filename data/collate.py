@@ -140,7 +140,7 @@ def _blocks(sample: TextSample) -> np.ndarray:
     return np.full(len(sample.input_ids), -1, dtype=np.int64) if sample.blocks is None else sample.blocks
 
 
-def collate_media(items: Sequence[MediaInput | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:
+def collate_media(items: Sequence[MediaInput | tuple[int, ...]], name: str) -> dict[str, torch.Tensor | list] | None:
     """Return {name: [N, ...]} of N media items, a list if shapes differ or these are no tensors; None if empty."""
     if not items:
         return None

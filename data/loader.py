@@ -347,10 +347,10 @@ class _Wanted(NamedTuple):
 class _MediaRead(NamedTuple):
     """Media of one sample for one module; `features` if these are looked up."""
 
-    items: Sequence[MediaInput | tuple[int, int]]
+    items: Sequence[MediaInput | tuple[int, ...]]
     bad: BadSample | None
     features: Sequence[ItemFeatures] = ()
-    sizes: Sequence[tuple[int, int]] = ()
+    sizes: Sequence[tuple[int, ...]] = ()
     """Sizes of tiled images."""
 
 

@@ -77,6 +77,9 @@ class EncoderSpec(ABC):
     """True if features are added to the embeddings of their tokens, instead of replacing them."""
     deepstack: Sequence[int] = ()
     """Layers whose states the first layers of the language model get too (DeepStack)."""
+    reads_videos = False
+    """True if a video is one item, whose extent is (height, width, frames, numerator and denominator of the frames per
+    second); false: its frames are images."""
 
     @property
     def parts(self) -> Mapping[str, Any]:
@@ -114,7 +117,7 @@ class EncoderSpec(ABC):
         return self.resize == "tiles"
 
     @abstractmethod
-    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
+    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, ...]:
         """Return the size in which the encoder gets an item: (height, width) in pixels, or (samples, samples per
         second). Raise EncoderError for an unsupported extent."""
 

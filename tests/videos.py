@@ -166,3 +166,11 @@ ODD_VIDEOS = {
     "4 hours": lambda: make_video(images=14400, rate=1, height=16, width=16, key_every=100),
 }
 """Name -> maker of a video that players play."""
+
+
+def frames_of(raw: bytes) -> np.ndarray:
+    """Return all frames of a video, uint8 [frames, 3, height, width]."""
+    import av
+
+    with av.open(io.BytesIO(raw)) as file:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]).transpose(0, 3, 1, 2)

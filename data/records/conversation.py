@@ -48,12 +48,14 @@ NO_FIELDS: Mapping[str, Any] = {}
 class Visual:
     extension: str
     frames: int
-    """Number of frames read of a video; 0 for an image."""
+    """Number of images that a video becomes; 0 for an image, and for a video that is one item."""
+    is_video: bool = False
+    """True for a video that is one item."""
 
     @property
     def kind(self) -> str:
         """The kind: "image" or "video"."""
-        return "video" if self.frames else "image"
+        return "video" if self.frames or self.is_video else "image"
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def media_first(media: Mapping[str, int], visuals: Sequence[Visual] = ()) -> tup
 
 
 def with_frames(conversation: Conversation, visuals: Sequence[Visual], key: Key) -> Conversation:
-    """Return the conversation with each video replaced by its frames as images.
+    """Return the conversation with each video that is no item of its own replaced by its frames as images.
 
     `visuals` has an item for each image and video. If it has no video, the numbered images without an `<image>` are the
     frames of the one `<video>`. Raises RecordError if placeholders and members differ in order or number.
@@ -141,13 +143,13 @@ def with_frames(conversation: Conversation, visuals: Sequence[Visual], key: Key)
     if "video" not in marks:
         return conversation
     members = ", ".join(f".{shown(visual.extension)}" for visual in visuals) or "none"
-    if any(visual.frames for visual in visuals):
+    if any(visual.kind == "video" for visual in visuals):
         if marks != [visual.kind for visual in visuals]:
             raise RecordError(
                 f"key {key!r}: the record marks {', '.join(f'<{kind}>' for kind in marks)}, but the members are "
                 f"{members}. Bring them into the same order"
             )
-        frames = [visual.frames for visual in visuals if visual.frames]
+        frames = [visual.frames for visual in visuals if visual.kind == "video"]
     else:
         first, count = marks.index("video"), len(visuals) - marks.count("image")
         numbered = visuals[first : first + count] if marks.count("video") == 1 and count > 0 else ()
@@ -164,5 +166,6 @@ def _with_frames(turns: Sequence[Turn], frames: Iterator[int]) -> Iterator[Turn]
     for turn in turns:
         parts: list[Part] = []
         for part in turn.parts:
-            parts += [Part("image")] * next(frames) if part.kind == "video" else [part]
+            images = next(frames) if part.kind == "video" else 0
+            parts += [Part("image")] * images if images else [part]
         yield replace(turn, parts=tuple(parts))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,20 +30,21 @@ type MediaInput = torch.Tensor | dict[str, Any]
 class Media:
     """An encoder module's requirements on a sample.
 
-    The functions are pure. They take (height, width) of the original in pixels, or (samples per channel, samples per
-    second) of audio. They may raise ValueError for an item that the encoder rejects.
+    The functions are pure. They take (height, width) of the original in pixels, (samples per channel, samples per
+    second) of audio, or (height, width, frames, numerator and denominator of the frames per second) of a video that is
+    one item. They may raise ValueError for an item that the encoder rejects.
     """
 
     module: str
     kind: str  # "image" | "audio"
     placeholder: str
-    sequence_tokens: Callable[[int, int], int]
-    """Tokens of one image or audio item in the sequence of the language model."""
-    size: Callable[[int, int], tuple[int, int]]
-    """The encoder's input: (height, width), or (samples, samples per second)."""
-    inner_tokens: Callable[[int, int], int] | None = None
+    sequence_tokens: Callable[..., int]
+    """Tokens of one item in the sequence of the language model."""
+    size: Callable[..., tuple[int, ...]]
+    """The encoder's input: (height, width), (samples, samples per second), or the extent of a video."""
+    inner_tokens: Callable[..., int] | None = None
     """Tokens of one item inside the encoder's layers; None: as many as in the sequence."""
-    pairs: Callable[[int, int], int] | None = None
+    pairs: Callable[..., int] | None = None
     """Pairs of tokens of one item that attend to each other, in a layer on average; None: all."""
     pair_cost: float = 0.0
     """Cost of one of these pairs, relative to a token outside of attention."""
@@ -50,17 +52,25 @@ class Media:
     """How to resize an image to `size`."""
     grid: Callable[[int, int], Grid | None] | None = None
     """Rows and columns of an image's tokens, for M-RoPE language models, else None. It returns None without a grid."""
-    positions: Callable[[np.ndarray, Sequence[tuple[int, int]]], np.ndarray] | None = None
+    positions: Callable[[np.ndarray, Sequence[tuple[int, ...]]], np.ndarray] | None = None
     """Positions of tokens, int64 [axes, S], by their ids and the extents of the module's items; None: by `grid`."""
+    has_usual_grids: bool = False
+    """True if `grid` gives the positions of samples without videos, and `positions` the others."""
     canvas: Callable[[int, int], tuple[int, int]] | None = None
     """(height, width) of the canvas that is cut into tiles; (0, 0): not cut. `size` is then the image's own."""
     cut_several: bool = True
     """True if images of a sample with several are cut into tiles too; else the functions get (0, 0) for them."""
-    text: Callable[[int, int, int], tuple[str, Sequence[int], str]] | None = None
-    """`ItemText` of an item; the third argument is its number among the sample's items of this kind, from 0. None: only
+    text: Callable[..., tuple[str, Sequence[int], str]] | None = None
+    """`ItemText` of an item; the last argument is its number among the sample's items of this kind, from 0. None: only
     the tokens that features replace."""
     read: Callable[[torch.Tensor], dict[str, Any]] | None = None
     """The encoder's input of an item of `size`, by the model's own processor; None: the item itself."""
+    video_frames: Callable[..., Sequence[int]] | None = None
+    """Numbers of the frames that are read of a video, ascending; None: a video is a series of images (`Sampling`)."""
+    read_video: Callable[[Iterable[torch.Tensor], Sequence[int]], list[MediaInput]] | None = None
+    """The encoder's inputs of a video, by these frames, uint8 [3, height, width], and its extent."""
+    video_parts: Callable[..., int] | None = None
+    """Number of these inputs, each of `size`."""
     identity: str = ""
     """Text that changes with everything that determines `text`; empty without it."""
     bidirectional: str = ""
@@ -79,32 +89,49 @@ class Media:
             return "items"
         return "pixels" if self.kind == "image" else "waveforms"
 
-    def extents(self, extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def extents(self, extents: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return the functions' arguments for each item of this kind in a sample, from its extent."""
         return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
 
-    def texts(self, pad: int, extents: Sequence[tuple[int, int]], tokens: Sequence[int]) -> list[ItemText]:
+    def texts(self, pad: int, extents: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> list[ItemText]:
         """Return the text of each item of this kind in a sample. `pad`: id of the tokens that features replace.
         `extents`: those of `extents`. `tokens`: number of tokens of each."""
         if self.text is None:
-            return [ItemText("", [pad] * count, "") for count in tokens]
-        return [ItemText(*self.text(*extent, number)) for number, extent in enumerate(extents)]
+            return [ItemText("", [pad] * rows, "") for rows in tokens]
+        numbers = {True: count(), False: count()}
+        return [ItemText(*self.text(*extent, next(numbers[is_video(extent)]))) for extent in extents]
 
-    def excess(self, size: tuple[int, int], extent: tuple[int, int], bounds: Bounds) -> str | None:
+    def excess(self, size: tuple[int, ...], extent: tuple[int, ...], bounds: Bounds) -> str | None:
         """Return why an image of (height, width) `size` is too large during processing; None if it is not."""
-        if self.kind == "audio":
+        if self.kind == "audio" or is_video(extent):
             return None
-        return bounds.excess_of_extent("image", *self.resize.largest(*size, cut=min(extent) > 0))
+        height, width = size
+        return bounds.excess_of_extent("image", *self.resize.largest(height, width, cut=min(extent) > 0))
 
-    def blank(self, extent: tuple[int, int]) -> MediaInput:
-        """Return the encoder's input of an empty item."""
+    def parts(self, extent: tuple[int, ...]) -> int:
+        """Return the number of inputs of an item."""
+        return self.video_parts(*extent) if self.video_parts is not None and is_video(extent) else 1
+
+    def of_video(self, raw: bytes, extent: tuple[int, ...], bounds: Bounds) -> list[MediaInput]:
+        """Return the encoder's inputs of a video file. Raises DecodeError."""
+        from data.media.video import decode_frames
+
+        assert self.video_frames is not None and self.read_video is not None
+        return self.read_video(decode_frames(raw, self.video_frames(*extent), bounds), extent)
+
+    def blanks(self, extent: tuple[int, ...]) -> list[MediaInput]:
+        """Return the encoder's inputs of an empty item."""
         import torch
 
+        if is_video(extent):
+            assert self.video_frames is not None and self.read_video is not None
+            frame = torch.zeros(3, *extent[:2], dtype=torch.uint8)
+            return self.read_video([frame] * len(self.video_frames(*extent)), extent)
         dtype = torch.uint8 if self.kind == "image" and self.resize.rounded else torch.float32
         zeros = torch.zeros(self._shape(extent), dtype=dtype)
-        return zeros if self.read is None else self.read(zeros)
+        return [zeros if self.read is None else self.read(zeros)]
 
-    def _shape(self, extent: tuple[int, int]) -> tuple[int, ...]:
+    def _shape(self, extent: tuple[int, ...]) -> tuple[int, ...]:
         first, second = self.size(*extent)
         if self.kind == "audio":
             return (first,)
@@ -113,6 +140,11 @@ class Media:
         height, width = self.canvas(*extent)
         side = self.resize.tile
         return 1 + height * width // side**2, 3, side, side
+
+
+def is_video(extent: Sequence[int]) -> bool:
+    """True for the extent of a video that is read as one item."""
+    return len(extent) > 2
 
 
 _ROUNDING = 1e-9
@@ -141,22 +173,23 @@ class Sampling:
 SAMPLING = Sampling()
 
 
-def images_of(members: Iterable[Member], sampling: Sampling) -> list[Member]:
-    """Return the image members, with each video once for every frame, or once without a readable header."""
+def images_of(members: Iterable[Member], sampling: Sampling | None) -> list[Member]:
+    """Return the images and videos, with each video once for every frame. It stays whole without a `sampling`, or
+    without a readable header."""
     images: list[Member] = []
     for member in members:
-        if member.kind == "image" or (member.kind == "video" and not member.milliseconds):
+        if member.kind == "video" and sampling is not None and member.milliseconds:
+            frames = sampling.count(member.milliseconds)
+            images += [member._replace(frame=Frame(number, frames)) for number in range(frames)]
+        elif member.kind in ("image", "video"):
             images.append(member)
-        elif member.kind == "video":
-            count = sampling.count(member.milliseconds)
-            images += [member._replace(frame=Frame(number, count)) for number in range(count)]
     return images
 
 
 def places_of(images: Sequence[Member]) -> tuple[Visual, ...]:
     """Return the images and videos behind `images_of`, in order."""
     return tuple(
-        Visual(member.extension, member.frame.of if member.frame else 0)
+        Visual(member.extension, member.frame.of if member.frame else 0, member.kind == "video" and not member.frame)
         for member in images
         if member.frame is None or member.frame.number == 0
     )

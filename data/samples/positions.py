@@ -9,9 +9,14 @@ import numpy as np
 
 from data.errors import SeveralAnswers
 from data.order.step import TextSample
-from data.samples.media_spec import Media
+from data.samples.media_spec import Media, is_video
 from data.samples.sample_meta import SampleMeta
 from data.text.placeholders import axis_positions, blocks_of
+
+
+def by_class(spec: Media, extents: Sequence[tuple[int, ...]]) -> bool:
+    """True if a module's `positions` are those of a sample with items of these extents."""
+    return not spec.has_usual_grids or any(map(is_video, extents))
 
 
 def positioned(
@@ -31,8 +36,8 @@ def positioned(
         SeveralAnswers: all tokens before an answer see each other, and it has several.
     """
     of_class = next((spec for spec in modules if spec.positions), None)
-    if of_class is not None and of_class.positions is not None:
-        extents = [] if is_stand_in else meta.extents(of_class)  # it has no text around images
+    extents = [] if of_class is None or is_stand_in else meta.extents(of_class)  # a stand-in has no text around images
+    if of_class is not None and of_class.positions is not None and by_class(of_class, extents):
         sample = replace(sample, positions=of_class.positions(sample.input_ids, extents))
     elif any(spec.grid for spec in modules):
         places = {placeholders[spec.module]: meta.places(spec) for spec in modules}

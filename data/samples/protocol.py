@@ -97,7 +97,7 @@ class Samples(ABC):
         """Return module -> sequence tokens of its media in this sample."""
         return {}
 
-    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, int]]:
+    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, ...]]:
         """Return `Media.size` of each input that `read_media` returns. Raises KeyError for an unknown module."""
         raise KeyError(module)
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from data.errors import reason_of
+from data.errors import DataError, reason_of
 from data.index.shard_index import Member, Rows, ShardIndex, unpack_video
 from data.media.options import Bounds
 from data.media.video_packets import milliseconds_of
@@ -24,15 +24,15 @@ from data.order.step import StepSamples
 from data.records.conversation import Visual
 from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields, arrange, unread
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
-from data.samples.media_spec import SAMPLING, Media, Sampling, images_of, places_of
-from data.text.placeholders import Place
+from data.samples.media_spec import SAMPLING, Media, Sampling, images_of, is_video, places_of
+from data.text.placeholders import ItemText, Place
 from data.text.templates import MediaTokens
 from data.text_format import SampleKey, shown
 
-_VIDEO = -2  # kind of a member whose frames are read as images
+_VIDEO = -2  # kind of a video among the images
 _PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LENGTHS_VERSION = 8
+_LENGTHS_VERSION = 9
 """Raise it if the same texts get other lengths."""
 
 Measured = tuple[tuple[int, int, int], ...]
@@ -65,15 +65,15 @@ class SampleMeta:
         counts = {kind: len(members) for kind, members in self.members.items()}
         if "image" in counts:
             visuals = self.visuals
-            counts["video"] = sum(visual.frames > 0 for visual in visuals)
+            counts["video"] = sum(visual.kind == "video" for visual in visuals)
             counts["image"] = len(visuals) - counts["video"]
         return counts
 
-    def extents(self, media: Media) -> list[tuple[int, int]]:
+    def extents(self, media: Media) -> list[tuple[int, ...]]:
         """Return `Media.extents` of the module's items."""
-        return media.extents([member.extent for member in self.members[media.kind]])
+        return media.extents([extent_of(member) for member in self.members[media.kind]])
 
-    def inputs(self, media: Media, items: Collection[int] | None = None) -> list[tuple[Member, tuple[int, int]]]:
+    def inputs(self, media: Media, items: Collection[int] | None = None) -> list[tuple[Member, tuple[int, ...]]]:
         """Return the members of the module's kind and their `extents`; only those of `items` (`MediaItems.numbers`), if
         given. The frames of a video are one item."""
         number, inputs = -1, []
@@ -83,9 +83,10 @@ class SampleMeta:
                 inputs.append((member, extent))
         return inputs
 
-    def input_sizes(self, media: Media, items: Collection[int] | None = None) -> list[tuple[int, int]]:
-        """Return `Media.size` of each of the module's `inputs`."""
-        return [media.size(*extent) for _, extent in self.inputs(media, items)]
+    def input_sizes(self, media: Media, items: Collection[int] | None = None) -> list[tuple[int, ...]]:
+        """Return `Media.size` of each input of the module's `inputs`."""
+        extents = (extent for _, extent in self.inputs(media, items))
+        return [media.size(*extent) for extent in extents for _ in range(media.parts(extent))]
 
     def places(self, media: Media) -> list[Place]:
         """Return the sequence tokens and grid of each of the module's items."""
@@ -98,13 +99,13 @@ class SampleMeta:
             media.module: media.texts(placeholders[media.module], self.extents(media), self.tokens[media.module])
             for media in modules
         }
-        return {
-            kind: [
-                [(placeholders[media.module], texts[media.module][at]) for media in modules if media.kind == kind]
-                for at in range(len(members))
-            ]
-            for kind, members in self.members.items()
-        }
+        tokens: dict[str, list[list[tuple[int, ItemText]]]] = {kind: [] for kind in [*self.members, "video"]}
+        for kind, members in self.members.items():
+            for at, member in enumerate(members):
+                readers = (media for media in modules if media.kind == kind)
+                items = [(placeholders[media.module], texts[media.module][at]) for media in readers]
+                tokens["video" if is_video(extent_of(member)) else kind].append(items)
+        return tokens
 
 
 class SampleTable:
@@ -114,38 +115,47 @@ class SampleTable:
         self, modules: Sequence[Media], sequence_length: int, bounds: Bounds, sampling: Sampling = SAMPLING
     ) -> None:
         self._modules, self._sequence_length = tuple(modules), sequence_length
-        self._bounds, self._sampling = bounds, sampling
+        self._bounds = bounds
+        self._sampling: Sampling | None = sampling
         self._of_kind: dict[str, list[int]] = {}
         for number, media in enumerate(self._modules):
             self._of_kind.setdefault(media.kind, []).append(number)
-        self._known: dict[tuple[str, int, int, bool], Measured | str] = {}
+        self._known: dict[tuple[str, tuple[int, ...], bool], Measured | str] = {}
+        readers = {bool(media.video_frames): media.module for media in self._modules if media.kind == "image"}
+        if len(readers) == 2:
+            raise DataError(
+                f"modules.{readers[True]} reads videos as such, and modules.{readers[False]} as images. Remove one of "
+                "them: modules that read images must agree"
+            )
+        if True in readers:
+            self._sampling = None
 
-    def measured(self, kind: str, first: int, second: int, several: bool) -> Measured | str:
-        """Return the sizes of one item for each module of its kind, or the end of an error message. `first`, `second`
-        are its extent; `several` is True if the sample has several of the kind."""
-        key = kind, first, second, several
+    def measured(self, kind: str, extent: tuple[int, ...], several: bool) -> Measured | str:
+        """Return the sizes of one item for each module of its kind, or the end of an error message. `several` is True
+        if the sample has several of the kind."""
+        key = kind, extent, several
         measured = self._known.get(key)
         if measured is None:
             measured = self._known[key] = self._measure(*key)
         return measured
 
-    def _measure(self, kind: str, first: int, second: int, several: bool) -> Measured | str:
-        if 0 in (first, second):
+    def _measure(self, kind: str, extent: tuple[int, ...], several: bool) -> Measured | str:
+        if 0 in extent:
             return " has no readable header"
-        if excess := self._bounds.excess_of_extent(kind, first, second):
+        if excess := self._bounds.excess_of_extent(kind, *extent[:2]):
             return f": {excess}"
-        measured = []
+        measured, original = [], extent
         for number in self._of_kind[kind]:
             media = self._modules[number]
-            extent = media.extents([(first, second)] * (1 + several))[0]
-            if excess := media.excess((first, second), extent, self._bounds):
+            extent = media.extents([original] * (1 + several))[0]
+            if excess := media.excess(original[:2], extent, self._bounds):
                 return f": {excess}"
             try:
                 media.size(*extent)
                 tokens = media.sequence_tokens(*extent)
             except Exception as error:  # an EncoderError, or any error of a user's encoder
                 reason = error if isinstance(error, ValueError) else reason_of(error)
-                return f" of {(first, second)}: module {media.module} cannot take it: {reason}"
+                return f" of {original}: module {media.module} cannot take it: {reason}"
             load = media.inner_tokens(*extent) if media.inner_tokens else tokens
             measured.append((tokens, load, media.pairs(*extent) if media.pairs else load**2))
         return tuple(measured)
@@ -180,7 +190,7 @@ class SampleTable:
                     return {}, f"{name} ({member.size} bytes) {_why_unreadable(member)}"
                 if member.kind == "video" and (excess := self._bounds.excess("seconds", member.milliseconds / 1000)):
                     return {}, f"{name}: {excess}"
-                measured = self.measured(kind, *member.extent, len(members[kind]) > 1)
+                measured = self.measured(kind, extent_of(member), len(members[kind]) > 1)
                 if isinstance(measured, str):
                     return {}, name + measured
                 for number, (count, _, _) in zip(numbers, measured, strict=True):
@@ -202,13 +212,13 @@ class SampleTable:
         bad, kind_of_member, order = self._arranged(rows, fields)
         owners, media = np.repeat(np.arange(size), np.diff(firsts)), dict[str, MediaItems]()
         for at, (kind, numbers) in enumerate(self._of_kind.items()):
-            is_video = (kind_of_member == _VIDEO) if kind == "image" else np.zeros(len(members), dtype=bool)
-            which = order[((kind_of_member == at) | is_video)[order]]
+            videos = (kind_of_member == _VIDEO) if kind == "image" else np.zeros(len(members), dtype=bool)
+            which = order[((kind_of_member == at) | videos)[order]]
             owner = owners[which]
-            extents, times, usable = self._extents(members[which], is_video[which])
+            extents, times, usable = self._extents(members[which], videos[which])
             count = _sums(owner, times, size)
             several = (count > 1)[owner].astype(np.int64)
-            measured, readable = self._look_up(kind, np.stack([*extents, several], axis=1))
+            measured, readable = self._look_up(kind, np.column_stack([extents, several]))
             bad[owner[~(readable & usable)]] = True
             of_sample = np.arange(len(owner)) - np.searchsorted(owner, owner)
             for place, number in enumerate(numbers):
@@ -229,17 +239,22 @@ class SampleTable:
             lengths, documents = lengths.sum(axis=1), list(lengths)
         return StepSamples(tokens, loads, pairs, lengths, documents, items)
 
-    def _extents(self, members: np.ndarray, is_video: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-        """Return (both numbers of each extent, frames of each, True within the video bounds)."""
-        first, second = (members[name].astype(np.int64) for name in ("first", "second"))
+    def _extents(self, members: np.ndarray, videos: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (extents, int64 [members, 5], with -1 behind those of two numbers; the images that each becomes; True
+        within the video bounds). `videos`: True for each video."""
+        extents = np.full((len(members), 5), -1, dtype=np.int64)
+        extents[:, 0], extents[:, 1] = members["first"], members["second"]
         times, usable = np.ones(len(members), dtype=np.int64), np.ones(len(members), dtype=bool)
-        if is_video.any():
-            height, width, *length = unpack_video(first[is_video], second[is_video])
-            milliseconds = milliseconds_of(*length)
-            usable[is_video] = (milliseconds > 0) & (milliseconds / 1000 <= self._bounds.seconds)
-            times[is_video] = self._sampling.counts(milliseconds)
-            first[is_video], second[is_video] = height, width
-        return [first, second], times, usable
+        if videos.any():
+            of_videos = np.column_stack(unpack_video(extents[videos, 0], extents[videos, 1]))
+            milliseconds = milliseconds_of(*of_videos[:, 2:].T)
+            usable[videos] = (milliseconds > 0) & (milliseconds / 1000 <= self._bounds.seconds)
+            if self._sampling is None:
+                extents[videos] = of_videos
+            else:
+                extents[videos, :2] = of_videos[:, :2]
+                times[videos] = self._sampling.counts(milliseconds)
+        return extents, times, usable
 
     def _arranged(
         self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]
@@ -265,15 +280,22 @@ class SampleTable:
 
     def _look_up(self, kind: str, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return `measured`, int64 [members, modules of the kind, 3], and True where usable. `members` is int64
-        [members, 3]: extent, and 1 if there are several. Each distinct row is measured once."""
+        [members, 6]: extent, and 1 if there are several. Each distinct row is measured once."""
         distinct, codes = _distinct(members)
         sizes = np.zeros((len(distinct), len(self._of_kind[kind]), 3), dtype=np.int64)
         readable = np.ones(len(distinct), dtype=bool)
-        for at, (first, second, several) in enumerate(distinct.tolist()):
-            measured = self.measured(kind, first, second, bool(several))
+        for at, (*extent, several) in enumerate(distinct.tolist()):
+            measured = self.measured(kind, tuple(extent[: 2 if extent[-1] < 0 else 5]), bool(several))
             readable[at] = not isinstance(measured, str)
             sizes[at] = 0 if isinstance(measured, str) else measured
         return sizes[codes], readable[codes]
+
+
+def extent_of(member: Member) -> tuple[int, ...]:
+    """Return the extent of an item: that of a frame if the member is one of a video."""
+    if member.kind == "video" and member.frame is None:
+        return member.height, member.width, member.frames, member.rate, member.rate_base
+    return member.extent
 
 
 def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Sequence[Media]) -> str:
@@ -287,7 +309,7 @@ def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Seq
         kind: [
             None if isinstance(measured, str) else measured
             for extent in _probes(kind)
-            for measured in (table.measured(kind, *extent, several) for several in (False, True))
+            for measured in (table.measured(kind, extent, several) for several in (False, True))
         ]
         for kind in dict.fromkeys(media.kind for media in modules if not media.identity)
     }

@@ -48,7 +48,7 @@ from data.rows.row_reader import RowReader, is_table
 from data.rows.samples import parse_row
 from data.samples.answers import ANSWERS, joined, rows_before, with_answer_of
 from data.samples.bad_samples import BadSample, BadSamples, allowed_of
-from data.samples.media_spec import SAMPLING, Media, MediaInput, Sampling
+from data.samples.media_spec import SAMPLING, Media, MediaInput, Sampling, is_video
 from data.samples.positions import positioned
 from data.samples.protocol import Samples
 from data.samples.sample_meta import SampleMeta, SampleTable, lengths_key
@@ -202,7 +202,7 @@ class ShardDataset(Samples):
         """Return module -> sequence tokens of its media in this sample, from the index."""
         return {module: sum(tokens) for module, tokens in self.meta(number).tokens.items()}
 
-    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, int]]:
+    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, ...]]:
         """See `Samples.input_sizes`."""
         return self.meta(number).input_sizes(self._by_module[module], items)
 
@@ -220,20 +220,18 @@ class ShardDataset(Samples):
                 return self._decode(spec, meta, items), None
             except Exception as error:
                 meta = replace(meta, bad_reason=self._reason(meta, error))
-        blanks = [spec.blank(extent) for _, extent in meta.inputs(spec, items)]
-        return blanks, None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
+        bad = None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
+        return [blank for _, extent in meta.inputs(spec, items) for blank in spec.blanks(extent)], bad
 
     def read_record(self, number: int) -> Any:
-        """See `Samples.read_record`. Of several JSON members, the first counts. Raises RecordError if it cannot be
-        read."""
+        """See `Samples.read_record`. Of several JSON members, the first counts. Raises RecordError if it is bad."""
         meta = self.meta(number)
         if meta.texts and is_table(self.shards[meta.shard]):
             return self.reader.record(self.shards[meta.shard], meta.texts[0].offset, self.version(meta.shard))[0]
-        member = next((member for member in meta.texts if member.extension.rpartition(".")[2] == "json"), None)
-        if member is None:
-            return None
-        parser = RecordParser({}, self.bounds, ())
-        return parser.record(self.read_member(meta, member), member.extension)
+        for member in meta.texts:
+            if member.extension.rpartition(".")[2] == "json":
+                return RecordParser({}, self.bounds, ()).record(self.read_member(meta, member), member.extension)
+        return None
 
     def set_phases(self, phases: Sequence[Phase]) -> None:
         """Set the sources' weights, before readers start."""
@@ -305,15 +303,19 @@ class ShardDataset(Samples):
         for member, extent in meta.inputs(spec, items):
             if member.frame is not None and member.frame.number > 0:
                 continue  # the first frame of a video is followed by the others, which are decoded with it
-            raw, size = self.read_member(meta, member), spec.size(*extent)
-            how = spec.resize, spec.canvas(*extent) if spec.canvas else None, self.bounds
+            raw = self.read_member(meta, member)
             try:
-                if member.frame is not None:
-                    decoded = [fitted(frame, size, *how) for frame in decode_video(raw, member.frame.of, self.bounds)]
-                elif spec.kind == "image":
-                    decoded = [fitted(decode_image_file(raw, self.bounds, self.background), size, *how)]
+                if is_video(extent):
+                    inputs += spec.of_video(raw, extent, self.bounds)
+                    continue
+                first, second = spec.size(*extent)
+                how = (first, second), spec.resize, spec.canvas(*extent) if spec.canvas else None, self.bounds
+                if spec.kind == "audio":
+                    decoded = [decode_audio(raw, second, first, self.bounds)]
+                elif member.frame is None:
+                    decoded = [fitted(decode_image_file(raw, self.bounds, self.background), *how)]
                 else:
-                    decoded = [decode_audio(raw, size[1], size[0], self.bounds)]
+                    decoded = [fitted(frame, *how) for frame in decode_video(raw, member.frame.of, self.bounds)]
                 inputs += decoded if spec.read is None else map(spec.read, decoded)
             except OF_THE_MACHINE:
                 raise

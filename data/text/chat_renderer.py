@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 
 from data.errors import DataError, RecordError
-from data.records.conversation import Conversation, Part, Turn
+from data.records.conversation import KINDS, Conversation, Part, Turn
 
 DAY = datetime.datetime(2024, 7, 26)
 """The day for `strftime_now`, the default of Llama 3.x templates. Today's date would change tokens between ranks at
@@ -210,7 +210,7 @@ class ChatRenderer:
         self.identity = repr((sorted(sources.items()), sorted(variables.items(), key=str)))
         """Text that changes with everything that determines the rendered text."""
         self._forms = self._try_forms()
-        self._written = {kind: self._try_part(kind) for kind in ("image", "audio")}
+        self._written = {kind: self._try_part(kind) for kind in KINDS}
 
     def frame(self) -> str:
         """Return a user's message as the template writes it; empty if it rejects one alone."""
@@ -239,11 +239,11 @@ class ChatRenderer:
         media = [part.kind for part in turn.parts if part.kind != "text"]
         knows_media = bool(media) and all(self._written[kind] is not None for kind in media)
         if takes_text and not (takes_parts and (turn.typed or knows_media)):
-            return "".join(part.text if part.kind == "text" else marks[part.kind] for part in turn.parts)
+            return "".join(part.text if part.kind == "text" else marks.get(part.kind, "") for part in turn.parts)
         return [
             {"type": part.kind}
             if part.kind != "text" and self._written[part.kind] is not None
-            else {"type": "text", "text": part.text if part.kind == "text" else marks[part.kind]}
+            else {"type": "text", "text": part.text if part.kind == "text" else marks.get(part.kind, "")}
             for part in turn.parts
         ]
 

@@ -200,8 +200,7 @@ class JinjaTemplate:
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
         ids, end = list[int](), 0
         for at in (pads := [at for at, token in enumerate(tokens.ids) if token in self._pads]):
-            pad, (_, replacement, _) = next(replacements)
-            assert pad == tokens.ids[at], "modules of a kind in the order of their placeholders"
+            _, (_, replacement, _) = next(replacements)
             ids += [*tokens.ids[end:at], *replacement]
             end, repeats[at] = at + 1, len(replacement)
         assert next(replacements, None) is None, "a pad for every module of every medium"

@@ -18,7 +18,7 @@ import numpy as np
 from data.errors import DataError
 from data.records.conversation import MARKERS
 
-NOUNS = {"image": "an image", "audio": "audio"}
+NOUNS = {"image": "an image", "video": "a video", "audio": "audio"}
 
 
 class ItemText(NamedTuple):
@@ -39,7 +39,7 @@ class Placeholder:
     name: str
     """Name of the module's placeholder, such as `<image>`, or `<image:details>` for a second module of the kind."""
     kind: str = ""
-    """The kind, "image" or "audio". Empty: derived from a name such as `<image>`."""
+    """The kind, "image", "video" or "audio". Empty: derived from a name such as `<image>`."""
     pad: str = ""
     """Special token that is repeated; added to the vocabulary if missing."""
     start: str = ""
@@ -83,7 +83,8 @@ def _require_different(names: Sequence[str]) -> None:
 
 
 def resolve(placeholders: Sequence[Placeholder], written: Callable[[str], str | None]) -> list[Placeholder]:
-    """Fill empty texts: as in the chat template's family, or the name.
+    """Fill empty texts: as in the chat template's family, or the name. Videos that the template does not write are left
+    out.
 
     Args:
         written: kind -> the chat template's text for such a part; None if it does not know the kind.
@@ -93,6 +94,8 @@ def resolve(placeholders: Sequence[Placeholder], written: Callable[[str], str | 
     """
     resolved: list[Placeholder] = []
     for item in placeholders:
+        if item.kind == "video" and item.pad not in (written("video") or ("" if written("image") else item.pad)):
+            continue
         if item.kind not in [other.kind for other in resolved if other.kind]:
             resolved.append(_resolve_first(item, written(item.kind) if item.kind else None))
         elif item.mark:

@@ -197,8 +197,8 @@ def positions(path: str, ids: Sequence[int], kinds: Sequence[int], sizes: Mappin
     Args:
         path: directory of the model.
         ids: tokens of a text.
-        kinds: 1 for tokens that features of an image replace, else 0.
-        sizes: tensors of the processor with the sizes of images and audio, by name.
+        kinds: 1 for tokens that features of an image replace, 2 for those of a video, else 0.
+        sizes: tensors of the processor with the sizes of images, videos and audio, by name.
     """
     owner = _of_positions(path)
     options = {"input_ids": torch.tensor([ids]), **sizes}

@@ -28,8 +28,9 @@ from encoders.transformers_media.directory import (
     without_language,
 )
 from encoders.transformers_media.processor import FRAMES, MediaProcessor
-from encoders.transformers_media.spec import MediaSpec
+from encoders.transformers_media.spec import MediaImages, MediaSpec
 from encoders.transformers_media.tensors import structure_of
+from encoders.transformers_media.videos import PIXELS
 
 Item = Mapping[str, Any]
 """What `MediaProcessor.read` returns of an item."""
@@ -73,7 +74,7 @@ def _weight_files(path: str) -> Iterator[dict[str, Callable[[], torch.Tensor]]]:
 
 
 def getters(model: PreTrainedModel, kind: str) -> list[Any]:
-    """Return `get_image_features` or `get_audio_features` of the model and of the one inside it."""
+    """Return `get_image_features`, or that of another kind, of the model and of the one inside it."""
     owners = (model, model.base_model)
     return [getattr(owner, name) for owner in owners if hasattr(owner, name := f"get_{kind}_features")]
 
@@ -97,12 +98,12 @@ class MediaHalf(torch.nn.Module):
         super().__init__()
         self.kind, self.deepstack = spec.kind, spec.deepstack
         self.model = self._built(spec)
-        self.arguments = self._argument_names()
+        self.arguments = {medium: self._argument_names(medium) for medium in {self.kind, *_videos(spec)}}
         self.batches = True
         """False if features of an item depend on the others of a batch."""
         self.verified: set[bool] = set()
         """True and False after batches of equal and of unequal sizes gave the features of their items."""
-        reached = {id(parameter) for parameter in self._reached(spec.processor())}
+        reached = {id(parameter) for parameter in self._reached(spec)}
         for parameter in self.model.parameters():
             parameter.requires_grad_(id(parameter) in reached)
 
@@ -136,13 +137,16 @@ class MediaHalf(torch.nn.Module):
         read_buffers(model, spec.path)
         return model
 
-    def _argument_names(self) -> set[str]:
-        """Return the names of the processor's tensors that the model takes."""
+    def _argument_names(self, medium: str) -> set[str]:
+        """Return the names of the processor's tensors that the model takes of an item."""
         # The outer method may take `*args, **kwargs` alone.
-        return {name for get in getters(self.model, self.kind) for name in inspect.signature(get).parameters}
+        return {name for get in self._getters(medium) for name in inspect.signature(get).parameters}
 
-    def _output(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        output = getters(self.model, self.kind)[0](**inputs, return_dict=True)
+    def _getters(self, medium: str) -> list[Any]:
+        return getters(self.model, medium) or getters(self.model, self.kind)
+
+    def _output(self, inputs: Mapping[str, Any], medium: str) -> torch.Tensor:
+        output = self._getters(medium)[0](**inputs, return_dict=True)
         if projects_in_forward(type(self.model)):
             return cast(torch.Tensor, self.model.multi_modal_projector(_rows(output.last_hidden_state)))
         if self.kind == "audio" and output.get("attention_mask") is not None:  # Gemma 4, whose rows are padded
@@ -160,13 +164,17 @@ class MediaHalf(torch.nn.Module):
         Args:
             options: further arguments of the class.
         """
-        inputs = {name: _joined([item[name] for item in items]) for name in items[0] if name in self.arguments}
+        medium = items[0].get("medium", self.kind)
+        arguments = self.arguments[medium]
+        inputs = {name: _joined([item[name] for item in items]) for name in items[0] if name in arguments}
+        if PIXELS in items[0] and PIXELS not in arguments:  # Perception LM, whose `forward` does so
+            inputs["pixel_values"] = _joined([item[PIXELS] for item in items])
         dtype = next(self.model.parameters()).dtype
         inputs = {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
-        features_RH = self._output(inputs | options)
+        features_RH = self._output(inputs | options, medium)
         expected = sum(item["rows"] for item in items)
         if len(features_RH) != expected:
             raise EncoderError(
@@ -183,7 +191,9 @@ class MediaHalf(torch.nn.Module):
             shapes = (
                 (name, value.shape[1:end] if isinstance(value, torch.Tensor) else None) for name, value in item.items()
             )
-            groups.setdefault(tuple(shape for shape in shapes if shape[0] in self.arguments), []).append(at)
+            medium = item.get("medium", self.kind)
+            shapes = (shape for shape in shapes if shape[0] in self.arguments[medium])
+            groups.setdefault((medium, *shapes), []).append(at)
         yield from groups.values()
 
     def _verified(self, items: Sequence[Item], groups: list[list[int]]) -> list[list[int]]:
@@ -209,7 +219,7 @@ class MediaHalf(torch.nn.Module):
     def _batch_fault(self, items: Sequence[Item]) -> str:
         """Return why features of a batch are not those of its items alone; empty if they are. Dropout and noise
         (`sample` of VibeVoice, in evaluation too) would differ, so they are off."""
-        is_training, options = self.training, {"sample": False} if "sample" in self.arguments else {}
+        is_training, options = self.training, {"sample": False} if "sample" in self.arguments[self.kind] else {}
         self.eval()
         alone = torch.cat([self._features([item], **options) for item in items])
         try:
@@ -225,20 +235,27 @@ class MediaHalf(torch.nn.Module):
             return ""
         return f"features differ by {difference:.1e}, the largest is {largest:.1e}"
 
-    def _reached(self, processor: MediaProcessor) -> Iterator[torch.Tensor]:
-        """Yield the parameters that features of the examples depend on, by the graph of a forward pass."""
-        self.eval()
+    def _examples(self, spec: MediaSpec) -> Iterator[Item]:
+        processor: MediaProcessor = spec.processor()
         for first, second in self.EXAMPLES[self.kind]:
             if self.kind == "image":
-                item = processor.read(torch.zeros(3, first, second, dtype=torch.uint8))
+                yield processor.read(torch.zeros(3, first, second, dtype=torch.uint8))
             else:
-                item = processor.read(torch.zeros(processor.length(first, second)))
+                yield processor.read(torch.zeros(processor.length(first, second)))
+        if isinstance(spec, MediaImages) and spec.reads_videos:
+            videos = spec.videos()
+            yield videos.read(torch.zeros(len(videos.frames(*SHORT)), 3, *SHORT[:2], dtype=torch.uint8), SHORT)
+
+    def _reached(self, spec: MediaSpec) -> Iterator[torch.Tensor]:
+        """Yield the parameters that features of the examples depend on, by the graph of a forward pass."""
+        self.eval()
+        for item in self._examples(spec):
             with torch.random.fork_rng(devices=()), torch.enable_grad():
                 try:
                     waiting, seen = [self._features([item]).grad_fn], set()
                 except (RuntimeError, IndexError) as error:
                     raise EncoderError(
-                        f"{processor.path}: {type(self.model).__name__} cannot compute an item that its processor made "
+                        f"{spec.path}: {type(self.model).__name__} cannot compute an item that its processor made "
                         f"({' '.join(str(error).split())}). config.json, weights and processor differ: `mimo-train "
                         "check` compares the shapes of tensors. Copy the directory again"
                     ) from error
@@ -251,6 +268,14 @@ class MediaHalf(torch.nn.Module):
                     yield node.variable
                 waiting += [following for following, _ in node.next_functions]
         self.train()
+
+
+def _videos(spec: MediaSpec) -> tuple[str, ...]:
+    return ("video",) if spec.reads_videos else ()
+
+
+SHORT = (64, 96, 8, 8, 1)
+"""Extent of a video that uses all parameters."""
 
 
 def _sizes(item: Item) -> tuple[Any, ...]:

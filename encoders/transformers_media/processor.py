@@ -40,6 +40,8 @@ class MediaProcessor:
         pad_token: the token that features replace.
         types: ids of the tokens of an item that its model's mask counts as those of an image.
         identity: text that changes with what determines the tokens of an item.
+        processor: the processor of transformers.
+        unread: names of its tensors that the model does not get.
         sample_rate: samples per second of audio; 0 for images.
     """
 
@@ -63,7 +65,9 @@ class MediaProcessor:
         tokenizer = getattr(processor, "tokenizer", None)
         if part is None or tokenizer is None:
             raise EncoderError(f"the processor of {path} ({type(processor).__name__}) takes no {kind}")
-        self.path, self.kind, self.pad, self._processor, self._tokenizer = path, kind, pad, processor, tokenizer
+        self.path, self.kind, self.pad = path, kind, pad
+        self.processor: Any = processor
+        self._tokenizer = tokenizer
         self.sample_rate = int(part.sampling_rate) if kind == "audio" else 0
         self.mark = self._mark()
         types = getattr(processor, "image_token_ids", ()) if kind == "image" else ()
@@ -79,7 +83,7 @@ class MediaProcessor:
             self._options["sampling_rate"] = self.sample_rate
         elif "use_image_special_tokens" in options:  # LFM2-VL
             self._options["use_image_special_tokens"] = options["use_image_special_tokens"]
-        self._unread = {"input_ids", "attention_mask", "token_type_ids", *processor.unused_input_names}
+        self.unread = {"input_ids", "attention_mask", "token_type_ids", *processor.unused_input_names}
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         tokens = sorted({self.mark, self.pad_token, *special}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, tokens)))
@@ -102,15 +106,18 @@ class MediaProcessor:
             EncoderError: the processor cannot process an item of this size.
         """
         if self.kind == "image":
-            start, ids, end = self._of_image(extent0, extent1)[0]
-        else:
-            start, ids, end = self._of_length(self.length(extent0, extent1))
+            return self.numbered(self._of_image(extent0, extent1)[0], number)
+        return self.numbered(self._of_length(self.length(extent0, extent1)), number)
+
+    def numbered(self, text: Text, number: int) -> Text:
+        """Return the text of an item with what the processor writes around the `number`-th of a sample, from 0."""
+        start, ids, end = text
         before, after = self._around(number)
         if before:
-            start, first, between = self._split(before + start)
+            start, first, between = self.split(before + start)
             ids = (*first, *self._tokenized(between), *ids)
         if after:
-            between, last, end = self._split(end + after)
+            between, last, end = self.split(end + after)
             if last:
                 ids = (*ids, *self._tokenized(between), *last)
             else:
@@ -164,7 +171,7 @@ class MediaProcessor:
         ids = text[1]
         if text != expected:
             raise EncoderError(
-                f"{type(self._processor).__name__} makes {len(ids)} tokens of an item of {[*item.shape]}, and "
+                f"{type(self.processor).__name__} makes {len(ids)} tokens of an item of {[*item.shape]}, and "
                 f"{len(expected[1])} others of an empty one of this size"
             )
         if FRAMES in inputs:  # the model takes no others
@@ -176,19 +183,19 @@ class MediaProcessor:
         """Return the processor's tensors and text of an item."""
         try:
             inputs, replacement = self._replace(item)
-            text = self._split(replacement)
+            text = self.split(replacement)
         except NotImplementedError:  # a processor that writes the whole text itself
             inputs = self._run([item.permute(1, 2, 0).numpy()])
             text = "", tuple(inputs["input_ids"][0].tolist()), ""
-        return {name: value for name, value in inputs.items() if name not in self._unread}, text
+        return {name: value for name, value in inputs.items() if name not in self.unread}, text
 
     def _replace(self, item: torch.Tensor) -> tuple[Any, str]:
         """Return the processor's tensors of an item, and what it writes for the mark."""
-        process = self._processor._process_images if self.kind == "image" else self._processor._process_audio
-        if hasattr(self._processor, "_retrieve_input_features"):
-            process = partial(_voxtral, self._processor)
+        process = self.processor._process_images if self.kind == "image" else self.processor._process_audio
+        if hasattr(self.processor, "_retrieve_input_features"):
+            process = partial(_voxtral, self.processor)
         elif "audio_kwargs" in inspect.signature(process).parameters:
-            process = partial(_nemotron, self._processor)
+            process = partial(_nemotron, self.processor)
         inputs, texts = process([[item]] if self.kind == "image" else [item.numpy()], **self._options)
         return inputs, texts[0]
 
@@ -197,11 +204,11 @@ class MediaProcessor:
         options |= {"text": [self.mark * len(images)], "add_special_tokens": False, "return_tensors": "pt"}
         files = [Image.fromarray(image) for image in images]
         try:
-            return self._processor(images=[files], **options)
+            return self.processor(images=[files], **options)
         except ValueError:  # it takes no list for each text
-            return self._processor(images=files, **options)
+            return self.processor(images=files, **options)
 
-    def _split(self, text: str) -> Text:
+    def split(self, text: str) -> Text:
         """Return a text as tokens and plain text around them; without a special token it is the text in front."""
         spans = [match.span() for match in self._special.finditer(text)]
         if not spans:
@@ -234,7 +241,7 @@ class MediaProcessor:
 
     def _require_alike(self, text: Any, expected: Any) -> None:
         if text != expected:
-            raise EncoderError(f"{type(self._processor).__name__} writes other text for an image next to others")
+            raise EncoderError(f"{type(self.processor).__name__} writes other text for an image next to others")
 
     def _numbers_of(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
         """Return `_around` of a sample's images of these sizes."""
@@ -260,7 +267,7 @@ class MediaProcessor:
                 reason = error
                 continue
             return text, {name: inputs[name] for name in SIZE_TENSORS if name in inputs}
-        raise EncoderError(f"{type(self._processor).__name__} cannot process it: {reason}") from reason
+        raise EncoderError(f"{type(self.processor).__name__} cannot process it: {reason}") from reason
 
     def _of_length(self, length: int) -> Text:
         """Return the text of audio. All lengths between two with the same have this: longer audio has no less."""
@@ -274,7 +281,7 @@ class MediaProcessor:
         try:
             text = self._process(torch.zeros(length))[1]
         except Exception as error:
-            raise EncoderError(f"{type(self._processor).__name__} cannot process it: {error}") from error
+            raise EncoderError(f"{type(self.processor).__name__} cannot process it: {error}") from error
         with self._lock:
             if length not in self._of_audio:
                 self._of_audio[length] = text
@@ -284,7 +291,7 @@ class MediaProcessor:
     def begin(self) -> str:
         """Return what the processor writes in front of every text that does not begin with it (Molmo 2)."""
         try:
-            ids = self._processor(text=["a"], add_special_tokens=False)["input_ids"][0]
+            ids = self.processor(text=["a"], add_special_tokens=False)["input_ids"][0]
         except Exception:  # it takes no text alone
             return ""
         text = str(self._tokenizer.decode(ids))
@@ -292,22 +299,22 @@ class MediaProcessor:
 
     def chat_begins_with(self, begin: str) -> bool:
         """True if the chat template writes this in front of a conversation; also without a template."""
-        if not getattr(self._processor, "chat_template", None):
+        if not getattr(self.processor, "chat_template", None):
             return True
         chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-        return str(self._processor.apply_chat_template(chat)).startswith(begin)
+        return str(self.processor.apply_chat_template(chat)).startswith(begin)
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _mark(self) -> str:
         names = (f"{self.kind}_placeholder_token", f"{self.kind}_token")
-        for owner in (self._processor, self._tokenizer):
+        for owner in (self.processor, self._tokenizer):
             for name in names:
                 token = getattr(owner, name, None)
                 if token is not None:
                     return str(getattr(token, "content", token))
-        raise EncoderError(f"{type(self._processor).__name__} of {self.path} has no {self.kind} token")
+        raise EncoderError(f"{type(self.processor).__name__} of {self.path} has no {self.kind} token")
 
 
 def _voxtral(processor: Any, audio: list[Any], **options: Any) -> tuple[dict[str, Any], list[str]]:

@@ -1,7 +1,7 @@
 """Sizes of encoders of `transformers`, from their directories: the image or audio side of a model."""
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from encoders.errors import EncoderError
 from encoders.key_rules import MOST_WIDTH, FixedKeys, key
 from encoders.plain.spec import PlainSpec
+from encoders.transformers_media.video_keys import VideoKeys
 
 if TYPE_CHECKING:
-    import numpy as np
+    import torch
     from transformers import PretrainedConfig
 
     from encoders.transformers_media.processor import MediaProcessor
@@ -41,15 +42,15 @@ class ProcessorSpec(FixedKeys, PlainSpec):
         def rate(self) -> float:
             """Return the largest probability of dropout in config.json."""
 
-    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
-        return extent0, extent1
+    def input_size(self, *extent: int, merge: int = 1) -> tuple[int, ...]:
+        return extent
 
-    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+    def inner_tokens(self, *extent: int, merge: int = 1) -> int:
         """Return the features: tokens inside the encoder are not known."""
-        return self.output_tokens(extent0, extent1)
+        return self.output_tokens(*extent)
 
-    def output_tokens(self, extent0: int, extent1: int, /) -> int:
-        return int(self.processor().rows(extent0, extent1))
+    def output_tokens(self, *extent: int) -> int:
+        return int(self.processor().rows(*extent))
 
     def num_parameters(self) -> int:
         return self.parameters
@@ -97,8 +98,9 @@ class AudioItems(ProcessorSpec):
     medium: ClassVar[str] = "clip"
     placeholder: ClassVar[str] = "<audio>"
 
-    def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
+    def input_size(self, *extent: int, merge: int = 1) -> tuple[int, ...]:
         """Return (samples, samples per second), resampled. Raise EncoderError if it is longer than `max_seconds`."""
+        samples, rate = extent
         if samples > self.max_seconds * rate:
             raise EncoderError(
                 f"it lasts {samples / rate:.2f} s, longer than encoder.max_seconds={self.max_seconds:g}. Cut it, "
@@ -173,8 +175,8 @@ class MediaSpec(ProcessorSpec):
 
         return structure_of(self.path).of_kind(self.kind)
 
-    def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
-        return self.output_tokens(extent0, extent1)
+    def num_tokens(self, *extent: int, merge: int = 1) -> int:
+        return self.output_tokens(*extent)
 
     def joined(self, merge: int) -> int:
         return 1
@@ -197,7 +199,7 @@ class MediaSpec(ProcessorSpec):
 
 
 @dataclass
-class MediaImages(ImageItems, MediaSpec):
+class MediaImages(ImageItems, VideoKeys, MediaSpec):
     """The image side of a model of `transformers`."""
 
     name: str = "media_images"
@@ -205,24 +207,34 @@ class MediaImages(ImageItems, MediaSpec):
 
     PROBES: ClassVar[tuple[tuple[int, int], ...]] = ((336, 336), (1024, 1024), (512, 1024), (1024, 512))
 
-    def token_grid(self, height: int, width: int, /, *, merge: int = 1) -> tuple[int, int] | None:
-        return self.processor().grid(height, width)
+    def output_tokens(self, *extent: int) -> int:
+        return super().output_tokens(*extent) if len(extent) == 2 else self.videos().rows(*extent)
 
-    def positions(self, ids: "np.ndarray", extents: Sequence[tuple[int, int]]) -> "np.ndarray":
-        """Return positions as the model's class computes them, int64 [axes, S].
+    def attention_pairs(self, *extent: int, merge: int = 1) -> int:
+        """Return the pairs of an image; of a video those inside of its frames, taken as equal."""
+        frames = 1 if len(extent) == 2 else len(self.video_frames(*extent))
+        return self.inner_tokens(*extent) ** 2 // frames
 
-        Args:
-            ids: tokens of a text, int64 [S].
-            extents: height and width of each of its images; empty: its tokens count as text.
-        """
-        import torch
+    def text(self, *extent_and_number: int) -> tuple[str, Sequence[int], str]:
+        """Return the text of an image or video by its extent, followed by its number among those of the sample, from
+        0: see `processor.Text`."""
+        first, second, *others, number = extent_and_number
+        if others:
+            return self.videos().text((first, second, *others), number)
+        return self.processor().text(first, second, number)
 
-        from encoders.transformers_media.directory import positions
+    def read_video(self, frames: "Iterable[torch.Tensor]", extent: Sequence[int]) -> list[Any]:
+        """Return the inputs of a video: see `VideoProcessor.read`."""
+        return [self.videos().read(frames, extent)]
 
-        kinds = ((ids == self.pad) & bool(extents)).tolist()
-        tensors = [self.processor().sizes(*extent) for extent in extents]
-        sizes = {name: torch.cat([of_image[name] for of_image in tensors]) for name in (tensors[0] if tensors else ())}
-        return positions(self.path, ids.tolist(), kinds, sizes).numpy()
+    def faults(self) -> list[tuple[str, str]]:
+        return super().faults() or self.video_faults()
+
+    def token_grid(self, *extent: int, merge: int = 1) -> tuple[int, int] | None:
+        return self.processor().grid(*extent) if len(extent) == 2 else None
+
+    def image_sizes(self, *extent: int) -> "dict[str, torch.Tensor]":
+        return self.processor().sizes(*extent)
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
         tokens = f"up to {self.most_tokens()} of 1024 x 1024 pixels"

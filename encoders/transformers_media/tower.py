@@ -29,10 +29,10 @@ class Tower(MediaHalf):
         self.hidden_state, self.dropped = spec.hidden_state, spec.dropped_tokens
         return tower(config)
 
-    def _argument_names(self) -> set[str]:
+    def _argument_names(self, medium: str) -> set[str]:
         return {self.model.main_input_name}
 
-    def _output(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def _output(self, inputs: Mapping[str, Any], medium: str) -> torch.Tensor:
         state = states(self.model, inputs[self.model.main_input_name], self.hidden_state)
         features_NTH = state.flatten(2).transpose(1, 2) if state.dim() == 4 else state
         return features_NTH[:, self.dropped :].flatten(0, 1)

@@ -165,7 +165,7 @@ class BatchSamples(Samples):
         arguments = self.batch.prompts[number].inputs[module]
         return ([*arguments[module][self._media(module).field]] if arguments else []), None
 
-    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, int]]:
+    def input_sizes(self, number: int, module: str, items: Collection[int] | None = None) -> list[tuple[int, ...]]:
         return list(self.batch.prompts[number].sizes.get(module, ()))
 
     def token_counts(self, number: int) -> dict[str, int]:

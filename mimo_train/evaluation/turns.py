@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from data.samples.media_spec import is_video
 from data.samples.protocol import Samples
 from data.samples.shard_dataset import ShardDataset
 from mimo_train.config.errors import UserError
@@ -52,11 +54,20 @@ def _media_of(dataset: Samples, number: int) -> dict[str, list[Input]]:
     assert isinstance(dataset, ShardDataset), "only records have media"
     meta = dataset.meta(number)
     for item in dataset.modules:
-        tensors, _ = dataset.read_media(number, item.module)
-        sizes, places = meta.input_sizes(item), meta.places(item)
+        tensors, places = iter(dataset.read_media(number, item.module)[0]), meta.places(item)
+        extents = meta.extents(item)
         placeholder = dataset.tokenizer.placeholder_id(item.placeholder)
-        texts = item.texts(placeholder, meta.extents(item), meta.tokens[item.module])
-        inputs[item.module] = [Input(*parts) for parts in zip(tensors, sizes, places, texts, strict=True)]
+        texts = item.texts(placeholder, extents, meta.tokens[item.module])
+        inputs[item.module] = [
+            Input(
+                [*islice(tensors, item.parts(extent))],
+                extent if is_video(extent) else item.size(*extent),
+                place,
+                text,
+                "video" if is_video(extent) else item.kind,
+            )
+            for extent, place, text in zip(extents, places, texts, strict=True)
+        ]
     return inputs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from data.records.members import NO_FIELDS, Fields, read_fields
 from data.samples.media_spec import Sampling
 from data.storage.url import Place
 from encoders.base import num_tokens, token_grid
-from encoders.transformers_media.spec import MediaSpec
+from encoders.transformers_media.spec import MediaImages, MediaSpec
 from encoders.transformers_media.tower_spec import AutoTowerSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import HeldOutConfig, source_names
@@ -62,7 +63,6 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             pair_cost=pair_cost(name, module.encoder, module.projector, cfg.llm.hidden_size),
             resize=Resize(**asdict(module.encoder.transform)),
             grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
-            positions=module.encoder.positions if getattr(module.encoder, "class_positions", False) else None,
             canvas=getattr(module.encoder, "canvas", None) if module.encoder.is_tiled else None,
             cut_several=getattr(module.encoder, "cut_several", True),
             bidirectional=module.encoder.bidirectional,
@@ -78,13 +78,27 @@ def _by_processor(module: ModuleConfig) -> dict[str, Any]:
         reader = module.encoder.processor()
         return {"read": reader.read, "identity": f"{reader.identity} {module.projector}"}
     if not isinstance(module.encoder, MediaSpec):
-        return {}
-    processor = module.encoder.processor()
+        return _of_videos(module.encoder) if module.encoder.reads_videos else {}
+    encoder, processor = module.encoder, module.encoder.processor()
+    fields = {"text": processor.text, "read": processor.read, "identity": processor.identity, "types": processor.types}
+    if isinstance(encoder, MediaImages):
+        if encoder.reads_videos:
+            fields |= _of_videos(encoder)
+            fields["identity"] = f"{processor.identity} {encoder.videos().identity}"
+        if encoder.class_positions:
+            fields |= {"positions": encoder.positions, "has_usual_grids": False}
+    return fields
+
+
+def _of_videos(encoder: Any) -> dict[str, Any]:
+    """Return the fields of `Media` of an encoder that reads videos as such."""
+    has_axes = getattr(encoder, "axes", True)
     return {
-        "text": processor.text,
-        "read": processor.read,
-        "identity": processor.identity,
-        "types": processor.types,
+        "text": encoder.text,
+        "video_frames": encoder.video_frames,
+        "video_parts": getattr(encoder, "video_parts", None),
+        "read_video": encoder.read_video,
+        **({"positions": encoder.positions, "has_usual_grids": True} if has_axes else {}),
     }
 
 
@@ -99,6 +113,8 @@ def tokenizer_of(cfg: ConfigContainer) -> Any:
         for module, name in placeholders_of(cfg).items()
     ]
     data = cfg.data
+    videos = (module.encoder for module in cfg.encoders.values() if module.encoder.reads_videos)
+    placeholders += [Placeholder("<video>", "video", encoder.videos().mark) for encoder in islice(videos, 1)]
     return build_tokenizer(
         data.tokenizer,
         placeholders,

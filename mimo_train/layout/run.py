@@ -16,6 +16,7 @@ from mimo_train.config.errors import ConfigError, Fault, UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_data import VideoConfig
 from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.config.transformers_llm import TransformersSizes
@@ -263,6 +264,9 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
                 f"the images of {prefix} have positions in time, row and column, which this language model does not "
                 f"get: set it to {encoder.path}, with implementation native",
             )
+        if encoder.reads_videos and cfg.data.video != VideoConfig():
+            text = f"is set, but {prefix} reads videos as its processor does. Set {prefix}.encoder.video, for example"
+            yield Fault("data.video", f"{text} {{fps: 1, max_frames: 64}}")
         is_of_another = cfg.modules[LANGUAGE].pretrained != getattr(encoder, "path", "")
         if is_of_another and getattr(encoder, "class_positions", False) and not isinstance(cfg.llm, TransformersSizes):
             yield Fault(

@@ -1,20 +1,27 @@
 """Sizes of the vision transformers of Qwen2.5-VL and Qwen3-VL, and the arithmetic derived from them."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from encoders.errors import EncoderError
 from encoders.key_rules import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 from encoders.native.vit.patch_spec import PatchSpec
 from encoders.pretrained import CLIP_MEAN, CLIP_STD
+from encoders.transformers_media.video_keys import VideoKeys
+
+if TYPE_CHECKING:
+    import torch
 
 LONGEST = 200
 """Maximum ratio of an image's longer side to its shorter side."""
 
 
 @dataclass
-class _QwenSpec(PatchSpec):
-    """Images of their own ratio, rotary positions by row and column, and still images as two equal frames."""
+class _QwenSpec(VideoKeys, PatchSpec):
+    """Images of their own ratio, rotary positions by row and column, and still images as two equal frames. Of a video,
+    two frames are an image."""
 
     resize: str = "native"
     """`native` only."""
@@ -26,15 +33,76 @@ class _QwenSpec(PatchSpec):
     patch_frames = 2
     rotary_positions = True
 
-    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """Return the size of `nearest_size`."""
+    def input_size(self, *extent: int, merge: int = 1) -> tuple[int, int]:
+        """Return the size of `nearest_size`; of a video that of its frames."""
+        if len(extent) > 2:
+            _, rows, columns = self.video_grid(*extent)
+            return rows * self.patch_size, columns * self.patch_size
+        height, width = extent
         return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
+
+    def video_grid(self, *extent: int) -> tuple[int, int, int]:
+        """Return the patches of a video in time, height and width."""
+        time, rows, columns = self.videos().sizes(*extent)["video_grid_thw"][0].tolist()
+        return time, rows, columns
+
+    def video_parts(self, *extent: int) -> int:
+        """Return the number of images of two frames that a video becomes."""
+        return self.video_grid(*extent)[0]
+
+    def inner_tokens(self, *extent: int, merge: int = 1) -> int:
+        if len(extent) > 2:
+            return math.prod(self.video_grid(*extent))
+        height, width = extent
+        return super().inner_tokens(height, width, merge=merge)
+
+    def num_tokens(self, *extent: int, merge: int = 1) -> int:
+        return self.inner_tokens(*extent, merge=merge) // merge**2
+
+    def token_grid(self, *extent: int, merge: int = 1) -> tuple[int, int] | None:
+        return super().token_grid(*extent, merge=merge) if len(extent) == 2 else None
+
+    def attention_pairs(self, *extent: int, merge: int = 1) -> int:
+        if len(extent) > 2:
+            times, rows, columns = self.video_grid(*extent)
+            return times * self.pairs(rows, columns, merge)
+        height, width = extent
+        return self.pairs(*self.grid(height, width, merge), merge)
+
+    def pairs(self, rows: int, columns: int, merge: int) -> int:
+        """Return the pairs of patches of an image of `rows` x `columns` that attend to each other, averaged over
+        layers."""
+        return (rows * columns) ** 2
+
+    def output_tokens(self, *extent: int) -> int:
+        return self.num_tokens(*extent, merge=self.videos().merge)
+
+    def image_sizes(self, *extent: int) -> "dict[str, torch.Tensor]":
+        import torch
+
+        height, width = extent
+        return {"image_grid_thw": torch.tensor([[1, *self.grid(height, width, self.videos().merge)]])}
+
+    def text(self, *extent_and_number: int) -> tuple[str, Sequence[int], str]:
+        """Return the text of an image or video by its extent, followed by its number in the sample."""
+        *extent, number = extent_and_number
+        if len(extent) == 2:
+            return "", [self.pad] * self.output_tokens(*extent), ""
+        return self.videos().text(extent, number)
+
+    def read_video(self, frames: "Iterable[torch.Tensor]", extent: Sequence[int]) -> list[Any]:
+        """Return pairs of resized frames, each uint8 [6, height, width]."""
+        return list(self.videos().frame_pairs(frames, extent).flatten(1, 2))
 
     def faults(self) -> list[tuple[str, str]]:
         faults = super().faults()
         if self.resize != "native":
             faults.append(("resize", f"must be native, is {self.resize!r}"))
-        return faults + self.rotary_faults()
+        faults += self.rotary_faults() + self.video_faults()
+        if not faults and self.reads_videos and self.videos().colours != (self.pixel_mean, self.pixel_std):
+            text = "is true, and the directory normalizes frames of videos otherwise than images. Set it to false"
+            faults.append(("reads_videos", text))
+        return faults
 
 
 @dataclass
@@ -74,8 +142,7 @@ class QwenVitSpec(_QwenSpec):
         )
         return [height * width * merge**2 for height in heights for width in widths]
 
-    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
-        rows, columns = self.grid(height, width, merge)
+    def pairs(self, rows: int, columns: int, merge: int) -> int:
         full = len(self.full_attention)
         windows = sum(tokens**2 for tokens in self.window_tokens(rows, columns, merge))
         return (full * (rows * columns) ** 2 + (self.num_layers - full) * windows) // self.num_layers

@@ -38,7 +38,8 @@ class VisionTransformer(StagedEncoder):
 
         Args:
             pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each image, or [tiles, 3,
-                height, width] of each image that is cut into tiles.
+                height, width] of each image that is cut into tiles. Of a video: the frames of a patch, [frames * 3,
+                height, width].
             sizes: (height, width) of each image, on later stages, and with tiles on all.
             hidden_states: on later stages: the output of the previous stage.
 
@@ -156,13 +157,14 @@ class VisionTransformer(StagedEncoder):
     def _patches(self, media: torch.Tensor | Sequence[torch.Tensor], grids: Counter[Grid]) -> torch.Tensor:
         """Return the normalized pixels of each patch, [P, values of a patch], in the order inside the encoder."""
         spec = self.spec
+        if not isinstance(media, torch.Tensor) and len({len(image) for image in media}) > 1:  # images next to videos
+            media = [image.repeat(spec.patch_frames, 1, 1) if len(image) == 3 else image for image in media]
         values_PCAA = gather_patches(media, grids, {grid: self._order(grid) for grid in grids}, spec.patch_size)
-        values_PCAA = (values_PCAA.float() - self.pixel_mean) / self.pixel_std
+        values_PFCAA = (values_PCAA.unflatten(1, (-1, 3)).float() - self.pixel_mean) / self.pixel_std
+        values_PCFAA = values_PFCAA.transpose(1, 2).expand(-1, -1, spec.patch_frames, -1, -1)  # a still image repeats
         if spec.channels_last:
-            values_PCAA = values_PCAA.permute(0, 2, 3, 1)
-        if spec.patch_frames > 1:  # a still image: P, C, frames, side, side
-            values_PCAA = values_PCAA.unsqueeze(2).expand(-1, -1, spec.patch_frames, -1, -1)
-        return values_PCAA.flatten(1).to(self.patch_embedding.weight.dtype)
+            values_PCFAA = values_PCFAA.permute(0, 2, 3, 4, 1)
+        return values_PCFAA.flatten(1).to(self.patch_embedding.weight.dtype)
 
 
 def _normal(shape: tuple[int, ...], config: TransformerConfig) -> torch.nn.Parameter:

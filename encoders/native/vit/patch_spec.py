@@ -117,7 +117,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
     def largest_area(self) -> int:
         return self.max_pixels or self.image_size**2
 
-    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+    def input_size(self, height: int, width: int, /, merge: int = 1) -> tuple[int, int]:
         """Return the (height, width) in pixels in which the encoder gets an image of `height` x `width`. With resize
         native, sides are the nearest multiples of patch_size * merge. Outside of the bounds both sides are first scaled
         by one factor. A side is at least one multiple, so a very long image loses some of its length."""
@@ -137,19 +137,19 @@ class PatchSpec(FixedKeys, LayeredSpec):
 
     def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
         """Return (rows, columns) of patches of an image of `height` x `width` pixels, before it is resized."""
-        height, width = self.input_size(height, width, merge)
+        height, width = self.input_size(height, width, merge=merge)
         return height // self.patch_size, width // self.patch_size
 
-    def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
+    def inner_tokens(self, height: int, width: int, /, merge: int = 1) -> int:
         """Return the tokens of an image inside the encoder: patches, class and register tokens."""
         return math.prod(self.grid(height, width, merge)) + self.leading_tokens
 
-    def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
+    def num_tokens(self, height: int, width: int, /, merge: int = 1) -> int:
         """Return the tokens of an image in the sequence: patches / merge^2, and the class token if it is kept."""
         rows, columns = self.grid(height, width, merge)
         return (rows // merge) * (columns // merge) + self.kept_tokens
 
-    def token_grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+    def token_grid(self, height: int, width: int, /, merge: int = 1) -> tuple[int, int] | None:
         rows, columns = self.grid(height, width, merge)
         return rows // merge, columns // merge
 

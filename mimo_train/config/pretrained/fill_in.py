@@ -9,6 +9,7 @@ from encoders.errors import EncoderError
 from encoders.joined.spec import PARTS as JOINED
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
+from encoders.transformers_media.video_keys import VideoKeys
 from mimo_train.config.errors import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
@@ -18,6 +19,7 @@ from mimo_train.config.pretrained.as_is import is_tower, keys_as_is, media_half,
 from mimo_train.config.pretrained.composites import COMPOSITES, ENCODERS, Composite, composite_of
 from mimo_train.config.pretrained.composites.of_transformers import PROJECTOR as OF_TRANSFORMERS
 from mimo_train.config.pretrained.composites.of_transformers import OfTransformers
+from mimo_train.config.pretrained.composites.qwen_vl import video_keys
 from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
 from mimo_train.config.pretrained.hub import model_keys
 from mimo_train.config.read_values import shown_plain
@@ -32,7 +34,7 @@ CHOICES = {
     "encoder": {
         *("name", "dropout", "init_std", "layer_scale"),
         *("resize", "interpolation", "shortest_edge", "min_pixels", "max_pixels", "max_patches"),
-        *("max_seconds", "pad_clips"),
+        *("max_seconds", "pad_clips", "reads_videos", "video"),
     },
     "projector": {"name"},
     "placeholder": {"start", "end", "mark"},
@@ -209,7 +211,8 @@ def changed_choices(cfg: ConfigContainer, name: str) -> Iterator[str]:
     directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
     keys = _parts(name, directory, module.implementation).get("encoder", {})
     for field in fields(module.encoder):
-        chosen, value = getattr(module.encoder, field.name), keys.get(field.name, field.default)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        chosen, value = getattr(module.encoder, field.name), keys.get(field.name, default)
         if field.name in CHOICES["encoder"] - {"name", "dropout", "init_std", "layer_scale"} and chosen != value:
             yield f"modules.{name}.encoder.{field.name} is {chosen} in this run and {value} in the exported files"
 
@@ -317,16 +320,9 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
     family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
     if family is None:
         kinds = sorted(ENCODERS)
-        text = f"; a language model is modules.{LANGUAGE}" if is_family(config["model_type"]) else ""
-        raise ConfigError(
-            [
-                Fault(
-                    directory.key,
-                    f"{directory.folder} is of family {config['model_type']!r}, which is no encoder that can be read; "
-                    f"these can: {', '.join(kinds)}{text}",
-                )
-            ]
-        )
+        text = f"{directory.folder} is of family {config['model_type']!r}, which is no encoder that can be read"
+        more = f"; a language model is modules.{LANGUAGE}" if is_family(config["model_type"]) else ""
+        raise ConfigError([Fault(directory.key, f"{text}; these can: {', '.join(kinds)}{more}")])
     try:
         keys: dict[str, Any] = {"name": directory.name, "family": family}
         preprocessor: Mapping[str, Any] = directory.preprocessor
@@ -335,6 +331,8 @@ def _parts(name: str, directory: Directory, implementation: str = "") -> dict[st
         keys |= FAMILIES[family].read(config, preprocessor)
         defaults = {field.name: field.default for field in fields(FAMILIES[family].spec)}
         keys = {name: defaults[name] for name in CONSTANTS if name in defaults} | keys
+        if issubclass(FAMILIES[family].spec, VideoKeys) and composite is not None and composite.pad_id is not None:
+            keys |= video_keys(directory.folder, composite.pad_id(directory.config), directory.has_tokenizer)
         if composite is not None and composite.encoder_keys is not None:
             keys |= composite.encoder_keys(directory.config, FAMILIES[family].spec, keys)
         parts = {"encoder": keys}

@@ -18,7 +18,8 @@ from data.media.options import colour_of
 from data.media.video import decode_video
 from data.records.conversation import MARKERS, Conversation, Part, Turn, split_markers, with_media
 from data.records.markers import unknown_marker, with_our_markers
-from data.samples.media_spec import MediaInput
+from data.samples.media_spec import Media, MediaInput, is_video
+from data.samples.positions import by_class
 from data.text.placeholders import ItemText, Place, axis_positions, blocks_of
 from data.text.tokens import Tokenizer
 from data.text_format import plural
@@ -35,22 +36,25 @@ class Medium:
     """An image, video or audio clip of a conversation, before it is fitted to a module's input."""
 
     kind: str
-    extent: tuple[int, int] = (0, 0)
-    """(height, width), or (samples per channel, samples per second)."""
+    extent: tuple[int, ...] = (0, 0)
+    """(height, width), (samples per channel, samples per second), or that of a video that is one item."""
     image: torch.Tensor | None = None
     """uint8 [3, height, width]."""
-    audio: bytes = b""
+    raw: bytes = b""
+    """The file, of audio and of a video that is one item."""
     frames: "tuple[Medium, ...]" = ()
-    """Images of a video."""
+    """Images of another video."""
 
 
 class Input(NamedTuple):
-    """An item as a module takes it, its size, the number of its features with their grid, if any, and its text."""
+    """An item as a module takes it, its size or extent, the number of its features with their grid, if any, and its
+    text."""
 
-    tensor: MediaInput
-    size: tuple[int, int]
+    tensors: list[MediaInput]
+    size: tuple[int, ...]
     place: Place
     text: ItemText
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Prompt:
     """Positions of `ids` on several axes, int64 [axes, S], if the model has these; None: 0, 1, 2, ..."""
     blocks: torch.Tensor | None = None
     """Tokens with one number see each other, -1: only earlier ones; int64 [S]. None: all of them -1."""
-    sizes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    sizes: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     """`Media.size` of every module's items."""
 
     def positions_to(self, length: int) -> torch.Tensor:
@@ -123,50 +127,59 @@ class Prompts:
                 header = read_video_header(reader_of(raw), len(raw))
             except DecodeError as error:
                 raise UserError(f"{name} ({len(raw)} bytes) has no readable header of a video: {error}") from error
+            if any(item.video_frames for item in self._modules):
+                rate = header.rate
+                extent = header.height, header.width, header.frames, rate.numerator, rate.denominator
+                return Medium(kind, extent, raw=raw)
             frames = decode_video(raw, self._sampling.count(header.milliseconds), self._bounds)
             return Medium(kind, frames=tuple(Medium("image", (header.height, header.width), frame) for frame in frames))
-        extent = parse_extent_bytes(kind, raw)
-        if extent is None:
+        size = parse_extent_bytes(kind, raw)
+        if size is None:
             raise UserError(f"{name} ({len(raw)} bytes) has no readable {NAMES[kind]} header")
         if kind == "audio":
-            return Medium(kind, extent, audio=raw)
-        return Medium(kind, extent, decode_image_file(raw, self._bounds, self._background))
+            return Medium(kind, size, raw=raw)
+        return Medium(kind, size, decode_image_file(raw, self._bounds, self._background))
 
     def of_conversation(self, turns: Sequence[Turn], media: Sequence[Medium]) -> Prompt:
         """Return the prompt for the next answer; `media` has each kind in the order of its placeholders. Raises
         DecodeError if audio is damaged."""
         turns, media = _with_frames(turns, media)
         inputs = self.inputs(media)
-        texts = {}
+        texts: dict[str, list[list[tuple[int, ItemText]]]] = {}
         for kind in {item.kind for item in self._modules}:
             readers = [item.module for item in self._modules if item.kind == kind]
-            of_items = zip(*(inputs[module] for module in readers), strict=True)
-            texts[kind] = [
-                [(self._places[module], each.text) for module, each in zip(readers, item, strict=True)]
-                for item in of_items
-            ]
+            for of_item in zip(*(inputs[module] for module in readers), strict=True):
+                of_modules = [(self._places[module], each.text) for module, each in zip(readers, of_item, strict=True)]
+                texts.setdefault(of_item[0].kind, []).append(of_modules)
         return self.with_inputs(self._tokenizer.template.prompt(Conversation(tuple(turns)), texts), inputs)
 
     def inputs(self, media: Sequence[Medium]) -> dict[str, list[Input]]:
         """Return the media as each module takes them in a sample that has them all."""
         inputs: dict[str, list[Input]] = {}
         for item in self._modules:
-            of_kind = [medium for medium in media if medium.kind == item.kind]
+            kinds = (item.kind, "video") if item.video_frames else (item.kind,)
+            of_kind = [medium for medium in media if medium.kind in kinds]
             inputs[item.module] = []
             extents = item.extents([medium.extent for medium in of_kind])
             tokens = [item.sequence_tokens(*extent) for extent in extents]
             texts = item.texts(self._places[item.module], extents, tokens)
             for medium, extent, count, text in zip(of_kind, extents, tokens, texts, strict=True):
-                size = item.size(*extent)
-                if medium.image is None:
-                    tensor = decode_audio(medium.audio, rate=size[1], samples=size[0], bounds=self._bounds)
-                else:
-                    canvas = item.canvas(*extent) if item.canvas else None
-                    tensor = fitted(medium.image, size, item.resize, canvas, self._bounds)
+                values = self._values(item, medium, extent)
+                size = extent if is_video(extent) else item.size(*extent)
                 place = count, item.grid(*extent) if item.grid else None
-                value = tensor if item.read is None else item.read(tensor)
-                inputs[item.module].append(Input(value, size, place, text))
+                inputs[item.module].append(Input(values, size, place, text, medium.kind))
         return inputs
+
+    def _values(self, item: Media, medium: Medium, extent: tuple[int, ...]) -> list[MediaInput]:
+        if medium.kind == "video":
+            return item.of_video(medium.raw, extent, self._bounds)
+        first, second = item.size(*extent)
+        if medium.image is None:
+            tensor = decode_audio(medium.raw, rate=second, samples=first, bounds=self._bounds)
+        else:
+            canvas = item.canvas(*extent) if item.canvas else None
+            tensor = fitted(medium.image, (first, second), item.resize, canvas, self._bounds)
+        return [tensor if item.read is None else item.read(tensor)]
 
     def of_text(self, text: str) -> Prompt:
         """Return the prompt of a text that the model continues."""
@@ -177,15 +190,15 @@ class Prompts:
         """Return the prompt of tokens with placeholders for `inputs`."""
         arguments = {}
         for item in self._modules:
-            batch = collate_media([each.tensor for each in inputs[item.module]], item.field)
+            batch = collate_media([value for each in inputs[item.module] for value in each.tensors], item.field)
             if batch is not None and item.canvas:
                 batch["sizes"] = [each.size for each in inputs[item.module]]
             arguments[item.module] = None if batch is None else {item.module: batch}
         rows = {name: ids.count(placeholder) for name, placeholder in self._places.items()}
         positions = None
         of_class = next((item for item in self._modules if item.positions), None)
-        if of_class is not None and of_class.positions is not None:
-            sizes = [each.size for each in inputs[of_class.module]]
+        sizes = [] if of_class is None else [each.size for each in inputs[of_class.module]]
+        if of_class is not None and of_class.positions is not None and by_class(of_class, sizes):
             positions = torch.from_numpy(of_class.positions(np.array(ids, dtype=np.int64), sizes))
         elif any(item.grid for item in self._modules):
             places = {self._places[name]: [each.place for each in of_module] for name, of_module in inputs.items()}
@@ -194,7 +207,12 @@ class Prompts:
         types = [token for item in self._modules if item.bidirectional for token in item.types]
         numbers = np.zeros_like(ids) if "prefix" in kinds.values() else blocks_of(np.array(ids), [*kinds, *types])
         blocks = torch.from_numpy(numbers) if (numbers >= 0).any() else None
-        of_modules = {name: [each.size for each in items] for name, items in inputs.items()} if inputs else {}
+        of_modules: dict[str, list[tuple[int, ...]]] = {}
+        for item in self._modules if inputs else ():
+            of_items = [(each.size, item.parts(each.size)) for each in inputs[item.module]]
+            of_modules[item.module] = [
+                item.size(*size) if is_video(size) else size for size, parts in of_items for _ in range(parts)
+            ]
         return Prompt(ids, arguments, rows, positions, blocks, of_modules)
 
 

@@ -12,6 +12,7 @@ from tests.dist.all_types import processors
 from tests.dist.all_types.configs import tiny_config
 from tests.dist.models.composites import clip, content, file_of, image
 from tests.tars import write_tar
+from tests.videos import frames_of
 
 SAMPLES: list[tuple[list[Any], str]] = [
     (["what is ", (70, 90), " in front of ", (96, 64), " the other?"], "a small wall, and a long one"),
@@ -27,9 +28,28 @@ BOTH: list[tuple[list[Any], str]] = [
 """Images and audio."""
 IMAGES, SECONDS = ((70, 90), (640, 600), (70, 90), (640, 600)), (0.9, 0.4, 0.9, 1.7, 0.4)
 """Sizes of items that are computed together."""
+VIDEOS: list[tuple[list[Any], str]] = [
+    (["what moves in ", (70, 90), " and ", (21, 8, 64, 96), " and ", (5, 5, 96, 64), "?"], "a small wall"),
+    SAMPLES[1],
+]
+"""As SAMPLES, videos as (frames, frames per second, height, width)."""
+ALONE: list[tuple[list[Any], str]] = [
+    (["what moves in ", (21, 8, 64, 96), " and ", (5, 5, 96, 64), "?"], "a small wall"),
+    SAMPLES[1],
+]
+"""As VIDEOS, without an image."""
+FRAMES = {"fps": 1.0, "num_frames": 4}
+SAMPLING: dict[str, dict[str, Any]] = {"smolvlm": FRAMES}
+SAMPLING |= dict.fromkeys(
+    ("gemma4", "gemma4_unified", "internvl", "llava_next_video", "llava_onevision", "molmo2", "video_llava"),
+    {"num_frames": 4},
+)
+"""Options of the video processor, by type; without them it takes many frames."""
 TEXTS = [SAMPLES[1], (["read it from left to right"], "1 2 3")]
 VOCABULARY = 320
 """Rows of language models alone, for bytes."""
+EXTENSIONS = {1: "wav", 2: "png", 4: "mp4"}
+"""Extension of a file by the numbers of its part."""
 LIMIT = 2e8
 """Most parameters of a tiny model."""
 STD = 0.1
@@ -54,13 +74,15 @@ class Outcome(NamedTuple):
     """`batch_gap` of its audio; 0 without audio."""
 
 
-def samples_of(medium: str) -> list[tuple[list[Any], str]]:
-    return {"image": SAMPLES, "audio": CLIPS, "both": BOTH}.get(medium, TEXTS)
+def samples_of(medium: str, kind: str = "") -> list[tuple[list[Any], str]]:
+    if medium == "video" and kind.startswith(("glm", "smolvlm")):  # whose classes take no image next to a video
+        return ALONE
+    return {"image": SAMPLES, "audio": CLIPS, "both": BOTH, "video": VIDEOS}.get(medium, TEXTS)
 
 
-def make(kind: str, folder: Path) -> str:
+def make(kind: str, folder: Path, *, videos: bool = False) -> str:
     """Save a tiny model as `folder`/model and samples as `folder`/samples.tar; return the kind of its media, "both" for
-    images and audio, or ""."""
+    images and audio, or "". With `videos` the samples have these too."""
     import torch
     import transformers
     from transformers.models.whisper.modeling_whisper import sinusoids
@@ -100,11 +122,11 @@ def make(kind: str, folder: Path) -> str:
         processor.save_pretrained(folder / "model")
     rate = processor._audio_processor.sampling_rate if medium in ("audio", "both") else 0
     members: list[tuple[str, bytes]] = []
-    for number, (parts, answer) in enumerate(samples_of(medium)):
+    for number, (parts, answer) in enumerate(samples_of("video" if videos else medium, kind)):
         messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
         members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
         for at, part in enumerate(part for part in parts if isinstance(part, tuple)):
-            members.append((f"{number}.{at}.{'wav' if len(part) == 1 else 'png'}", file_of(part, rate)))
+            members.append((f"{number}.{at}.{EXTENSIONS[len(part)]}", file_of(part, rate)))
     write_tar(folder / "samples.tar", members)
     return medium
 
@@ -148,6 +170,7 @@ def composed(folder: Path, medium: str, *overrides: str) -> Any:
     """Return the config of a run of two steps."""
     from mimo_train.config.compose import load
 
+    medium = "image" if medium == "video" else medium
     values = {
         "run.dir": folder / "run", "pretrained": folder / "model", "data.shards": folder / "samples.tar",
         "data.demo": "", "data.validation_shards": "", "data.shuffle": "false", "data.sequence_length": 9000,
@@ -175,12 +198,12 @@ def _length(cfg: Any, medium: str) -> str:
     tokens = 300
     for part in (part for part in samples_of(medium)[0][0] if isinstance(part, tuple)):
         encoder = encoders["audio" if medium == "both" and len(part) == 1 else "images"]
-        size = part if len(part) == 2 else (*part, 16000)
+        size = {1: (*part, 16000), 2: part, 4: (*part[2:], *part[:2], 1)}[len(part)]
         tokens += encoder.num_tokens(*size, merge=merge) * 3 // 2  # with separators
     return f"data.sequence_length={max(tokens, *(encoder.most_tokens(merge) + 8 for encoder in encoders.values()))}"
 
 
-def outcome(kind: str, folder: Path) -> Outcome | str:
+def outcome(kind: str, folder: Path, videos: bool = False) -> Outcome | str:
     """Run a type through everything, in this process, the only rank. Return the reason if it is not supported."""
     import torch
     import transformers
@@ -196,10 +219,16 @@ def outcome(kind: str, folder: Path) -> Outcome | str:
     shown = tier_of_parts(kind, _of_parts()[kind]) if kind in _of_parts() else tier_of_text(kind)
     if not shown.name:
         return shown.reason
-    medium = make(kind, folder)
-    batched = batch_gap(composed(folder, medium), medium) if medium in ("audio", "both") else 0.0
-    length = _length(composed(folder, medium), medium)
-    cfg = composed(folder, medium, length)
+    medium, overrides = make(kind, folder, videos=videos), []
+    is_heard = medium in ("audio", "both") and not videos
+    batched = batch_gap(composed(folder, medium), medium) if is_heard else 0.0
+    if videos:
+        medium = "video"
+        if not composed(folder, medium).modules["images"].encoder.reads_videos:
+            return "reads no videos"
+        overrides = [f"modules.images.encoder.video={json.dumps(SAMPLING.get(kind, {}))}"]
+    length = _length(composed(folder, medium, *overrides), medium)
+    cfg = composed(folder, medium, length, *overrides)
     run = Steps(cfg)
     run.train()
     checkpoint = run.save()
@@ -213,7 +242,9 @@ def outcome(kind: str, folder: Path) -> Outcome | str:
     ids = [batch["input_ids"][0] for batch in iterator.current.microbatches]
     expected = run.train()[0]
     run.session.close()
-    again = Steps(composed(folder, medium, length, f"run.dir={folder / 'again'}", f"checkpoint.resume={checkpoint}"))
+    again = Steps(
+        composed(folder, medium, length, *overrides, f"run.dir={folder / 'again'}", f"checkpoint.resume={checkpoint}")
+    )
     resumed = again.train()[0]
     again.session.close()
     code, text = command(["export", str(checkpoint), "--to", str(folder / "out")])
@@ -226,14 +257,16 @@ def outcome(kind: str, folder: Path) -> Outcome | str:
     )
     model = getattr(model, "thinker", model)  # that speaks too
     gaps, alike = [], []
-    for number, batch in enumerate(_inputs(folder / "out", medium, ids)):
+    image, video = (getattr(model.config, f"{name}_token_id", None) for name in ("image", "video"))
+    for number, batch in enumerate(_inputs(folder / "out", medium, ids, kind)):
         length = batch["input_ids"].size(1)
-        alike.append(batch["input_ids"][0].tolist() == ids[number][:length].tolist())
+        theirs = [image if medium == "video" and token == video else token for token in batch["input_ids"][0].tolist()]
+        alike.append(theirs == ids[number][:length].tolist())
         known = {
             *inspect.signature(model.forward).parameters,
-            *(["mm_token_type_ids"] if medium in ("image", "both") else []),
+            *(["mm_token_type_ids"] if medium in ("image", "both", "video") else []),
         }
-        if medium in ("image", "both"):  # some processors give none
+        if medium in ("image", "both", "video"):  # some processors give none
             batch.setdefault("mm_token_type_ids", (batch["input_ids"] == model.config.image_token_id).long())
         with torch.no_grad():
             batch = {name: _as_float(value) for name, value in batch.items() if name in known}
@@ -290,32 +323,36 @@ def _tier(cfg: Any) -> str:
     return "native" if all(native) else "mixed" if native[0] else "as it is"
 
 
-def _inputs(folder: Path, medium: str, ids: list[Any]) -> list[dict[str, Any]]:
+def _inputs(folder: Path, medium: str, ids: list[Any], kind: str) -> list[dict[str, Any]]:
     """Return what transformers gets of the samples."""
     from transformers import AutoProcessor
 
     if not medium:
         return [{"input_ids": row[None]} for row in ids]
     processor, batches = AutoProcessor.from_pretrained(folder), []
-    for parts, answer in samples_of(medium):
+    for parts, answer in samples_of(medium, kind):
         if "suffix" in inspect.signature(processor.__call__).parameters:  # whose other text is seen both ways
             batches.append(_with_suffix(processor, parts, answer))
             continue
-        renderer = processor.tokenizer if hasattr(processor, "_retrieve_input_features") else processor  # Voxtral's
+        # Voxtral's needs mistral_common, and SmolVLM's has another template for videos.
+        by_tokenizer = hasattr(processor, "_retrieve_input_features") or kind == "smolvlm"
+        renderer = processor.tokenizer if by_tokenizer else processor
         prompt = renderer.apply_chat_template(
             [{"role": "user", "content": content(parts)}], add_generation_prompt=True, tokenize=False
         )
         images = [image(*part) for part in parts if len(part) == 2 and isinstance(part, tuple)]
         clips = [clip(*part) for part in parts if len(part) == 1 and isinstance(part, tuple)]
-        media = images + clips
+        videos = [part for part in parts if len(part) == 4 and isinstance(part, tuple)]
+        media = images + clips + videos
         options = ({"images": [images]} if images else {}) | ({"audio": clips} if clips else {})
+        options |= _video_options(folder, kind, videos) if videos else {}
         if clips and processor.tokenizer.init_kwargs.get("max_length", 0) is None:
             options["audio_kwargs"] = {"max_length": 30 * 16000}  # its default, which null of the tokenizer replaces
         text = [prompt + answer + "<|im_end|>\n"]
         if not media:
             batches.append(dict(processor.tokenizer(text=text, return_tensors="pt")))
             continue
-        if renderer is not processor:
+        if hasattr(processor, "_retrieve_input_features"):
             batches.append(_of_voxtral(processor, text, media))
             continue
         try:
@@ -324,6 +361,27 @@ def _inputs(folder: Path, medium: str, ids: list[Any]) -> list[dict[str, Any]]:
             options |= {"images": images} if images else {}
             batches.append(dict(processor(text=text, return_tensors="pt", **options)))
     return batches
+
+
+def _video_options(folder: Path, kind: str, videos: list[tuple[int, ...]]) -> dict[str, Any]:
+    """Return what a processor gets of videos: all frames, and how to choose of them."""
+    import torch
+    from transformers.video_utils import VideoMetadata
+
+    from encoders.transformers_media.directory import hf_config, pad_id
+    from encoders.transformers_media.videos import videos_of
+
+    reader = videos_of(str(folder), pad_id(hf_config(str(folder)), "image"), SAMPLING.get(kind, {}))
+    metadata = [
+        VideoMetadata(total_num_frames=frames, fps=rate, height=height, width=width, duration=frames / rate)
+        for frames, rate, height, width in videos
+    ]
+    every = [torch.from_numpy(frames_of(file_of(part))) for part in videos]
+    options = {"do_sample_frames": True, "return_metadata": True, "return_mm_token_type_ids": True}
+    options |= {**reader.sampling, **SAMPLING.get(kind, {})}
+    if "use_token_compression" in reader.options:
+        options["use_token_compression"] = False
+    return {"videos": [every], "video_metadata": [metadata], **options}
 
 
 def _with_suffix(processor: Any, parts: list[Any], answer: str) -> dict[str, Any]:

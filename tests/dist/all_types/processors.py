@@ -27,21 +27,24 @@ def _square(size: int) -> dict[str, Any]:
 
 
 _TILES = {"image_processor": {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}}
+_HALVES = {"image_processor": {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}}  # as of videos
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "aria": {"processor": {"size_conversion": {490: 128, 980: 128}}},
     "aya_vision": {"processor": {"patch_size": 28}, **_square(364)},
-    "dots3_note": {"image_processor": {"temporal_patch_size": 1}},
+    "dots3_note": {"image_processor": {"temporal_patch_size": 1}, "video_processor": {"temporal_patch_size": 1}},
     "fast_vlm": {
         "processor": {"patch_size": 64},
         "image_processor": {"size": {"shortest_edge": 256}, "crop_size": {"height": 256, "width": 256}},
     },
-    "got_ocr2": _square(1024), "internvl": _square(448), "qianfan_ocr": _square(448),
+    "got_ocr2": _square(1024), "qianfan_ocr": _square(448),
+    "internvl": {**_square(448), "video_processor": {"size": {"height": 448, "width": 448}}},
     "granite_docling": {"processor": {"image_seq_len": 81}},
     "unlimited_ocr": {"image_processor": {"size": {"height": 256, "width": 256}, "tile_size": 128}},
     "step3p7": {"image_processor": {"patch_size": 504}},  # of tiles
     "granite4_vision": {"processor": {"downsample_rate": "1/2"}, **_TILES},
-    "llava_next": _TILES, "llava_next_video": _TILES,
+    "llava_next": _TILES, "llava_next_video": {**_TILES, "video_processor": _TILES["image_processor"]},
     "llava_onevision": {"processor": {"num_image_tokens": 729, "vision_feature_select_strategy": "full"}},
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _HALVES),
     "nemo_speechlm": {"feature_extractor": {"feature_size": 128}},
     "perception_lm": {
         "processor": {"patch_size": 16, "pooling_ratio": 2}, "image_processor": {"tile_size": 64, "max_num_tiles": 4},
@@ -192,6 +195,12 @@ def set_template(processor: Any, kind: str, media: list[str]) -> None:
     for medium in media:
         usual = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
         template = template.replace(usual[medium], mark_of(processor, kind, medium))
+    if getattr(processor, "video_token", None) is not None:
+        mark = MARKS[kind].replace("image", "video") if "vision" in MARKS.get(kind, "") else processor.video_token
+        if kind.startswith("glm"):  # by which its classes tell frames from images
+            mark = f"<|begin_of_video|>{mark}<|end_of_video|>"
+        text = "{%- elif part.type == 'text' -%}"
+        template = template.replace(text, f"{{%- elif part.type == 'video' -%}}{{{{- '{mark}' -}}}}{text}", 1)
     if kind == "molmo2":  # whose processor puts it in front of every text
         template = "{{ bos_token }}" + template
     processor.chat_template = processor.tokenizer.chat_template = template

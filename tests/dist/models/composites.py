@@ -11,6 +11,7 @@ import numpy as np
 
 from tests.tars import write_tar
 from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
+from tests.videos import make_video
 
 PATCH = 6
 TEXT = {
@@ -63,7 +64,11 @@ def clip(samples: int) -> np.ndarray:
 
 
 def file_of(size: tuple[int, ...], rate: int = 16000) -> bytes:
-    """An image file of (height, width), or a sound file of (samples,) at `rate` samples per second."""
+    """An image file of (height, width), a sound file of (samples,) at `rate` samples per second, or a video of (frames,
+    frames per second, height, width)."""
+    if len(size) == 4:
+        frames, per_second, height, width = size
+        return make_video(images=frames, rate=per_second, height=height, width=width, seed=frames)
     buffer = io.BytesIO()
     if len(size) == 2:
         image(*size).save(buffer, "PNG")
@@ -135,7 +140,7 @@ def _images(parts: list[Any]) -> list[list[Any]] | None:
 
 
 def content(parts: list[Any]) -> list[dict[str, str]]:
-    kinds = {1: "audio", 2: "image"}
+    kinds = {1: "audio", 2: "image", 4: "video"}
     return [{"type": kinds[len(part)]} if isinstance(part, tuple) else {"type": "text", "text": part} for part in parts]
 
 

@@ -31,7 +31,7 @@ def half(mixes: bool) -> MediaHalf:
     made = MediaHalf.__new__(MediaHalf)
     torch.nn.Module.__init__(made)
     made.kind, made.deepstack, made.model, made.batches, made.verified = "audio", (), Class(mixes), True, set()
-    made.arguments = {"values", "lengths", "sample"}
+    made.arguments = {"audio": {"values", "lengths", "sample"}}
     return made
 
 

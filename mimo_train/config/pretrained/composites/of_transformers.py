@@ -67,6 +67,7 @@ class OfTransformers(Composite):
         from encoders.transformers_media import directory
         from encoders.transformers_media.spec import default_max_seconds
         from encoders.transformers_media.tensors import structure_of
+        from encoders.transformers_media.videos import reads_videos
 
         config = directory.hf_config(self.folder)
         kind, others = self.kind(module), directory.unsupported(config)
@@ -87,6 +88,7 @@ class OfTransformers(Composite):
             )
         structure = structure_of(self.folder)
         return {
+            **({"reads_videos": reads_videos(self.folder, directory.pad_id(config, kind))} if kind == "image" else {}),
             **({"max_seconds": default_max_seconds(self._processor(kind))} if kind == "audio" else {}),
             "name": f"{config.model_type} as it is",
             "family": FAMILIES[kind],

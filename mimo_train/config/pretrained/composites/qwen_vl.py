@@ -3,6 +3,7 @@ a Qwen with rotary positions of time, row and column."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from encoders.native.qwen_vit import weights as qwen_vit
@@ -52,6 +53,14 @@ def _projector_weights(merger_map: Callable[[int, int], WeightMap]) -> Callable[
         return merger_map(module.encoder.joined_width(module.projector.merge), width)
 
     return weights
+
+
+def video_keys(folder: Path, pad: int, has_tokenizer: bool) -> dict[str, Any]:
+    """Return the keys of an encoder that reads videos by the processor of its directory. Without one that reads them
+    they are images."""
+    from encoders.transformers_media.videos import reads_videos
+
+    return {"path": str(folder), "pad": pad, "reads_videos": has_tokenizer and reads_videos(str(folder), pad)}
 
 
 def _pad_id(config: Mapping[str, Any]) -> int:

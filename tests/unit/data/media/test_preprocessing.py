@@ -56,7 +56,7 @@ def spec_of(model_type: str, config: dict, preprocessor: dict) -> PatchSpec:
 def ours(spec: PatchSpec, raw: bytes, size: tuple[int, int], merge: int) -> torch.Tensor:
     """Patches as the encoder multiplies them."""
     resize = Resize(**asdict(spec.transform))
-    encoder, pixels = embedder(spec), fitted(decode_image_file(raw), spec.input_size(*size, merge), resize)
+    encoder, pixels = embedder(spec), fitted(decode_image_file(raw), spec.input_size(*size, merge=merge), resize)
     return encoder._patches(pixels[None], Counter([encoder._grid(pixels.shape[1:])]))
 
 

@@ -1,0 +1,245 @@
+"""Videos as the processor of a directory of `transformers` reads them: the frames that it chooses, their text with its
+times, and the tensors that the model gets. Frames and text follow from the extent of a video in the index: height and
+width in pixels, number of frames, and numerator and denominator of its frames per second."""
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from transformers.video_utils import VideoMetadata
+
+from encoders.errors import EncoderError
+from encoders.transformers_media.directory import hf_config
+from encoders.transformers_media.processor import SIZES, MediaProcessor, Text, processor_of
+
+type Extent = tuple[int, int, int, int, int]
+
+DEFAULTS = {"fps": 2.0}, {"num_frames": 32}, {"fps": 1.0, "num_frames": 64}
+"""Options for processors that choose no frames by themselves. The first is that of Qwen-VL's own tools; processors
+without `max_frames` start from the second. The first one that a processor takes counts."""
+EXAMPLE: Extent = (64, 96, 600, 30, 1)
+"""Extent of a video with which the choice of frames is tried."""
+SMALL: Extent = (64, 96, 2, 2, 1)
+"""As EXAMPLE, for the text."""
+SIZE_TENSORS = "video_grid_thw", "second_per_grid_ts", "video_second_per_grid", "target_sizes_videos"
+"""Values of processors with the sizes of videos and their seconds per grid, on which positions depend."""
+NUMBERS = "_prepend_local_ids"
+"""Method of processors that number the images of a text, and some likewise its videos (MiniCPM)."""
+PIXELS = "pixel_values_videos"
+_CALL_OPTIONS = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+"""Options of a call that `sample_frames` does not get."""
+
+
+class VideoProcessor:
+    """The video half of a processor. Thread-safe.
+
+    Attributes:
+        mark: the text that a chat template writes for a video.
+        identity: text that changes with what determines the tokens of a video.
+        options: the options of each call of the video processor.
+        sampling: the options that choose frames, if the processor chooses none by itself.
+    """
+
+    def __init__(self, images: MediaProcessor, options: Mapping[str, Any]):
+        """
+        Args:
+            options: options of the video processor, by its names: `fps`, `num_frames`, `max_frames`, `size`, ...
+
+        Raises:
+            EncoderError: the processor reads no videos, or an option is unknown or rejected.
+        """
+        processor = images.processor
+        part, mark = getattr(processor, "video_processor", None), getattr(processor, "video_token", None)
+        if part is None or mark is None:
+            raise EncoderError(f"{type(processor).__name__} reads no videos")
+        self._images, self._processor, self._part = images, processor, part
+        self.mark = str(mark)
+        known = part.valid_kwargs.__annotations__.keys()
+        if unknown := options.keys() - known:
+            raise EncoderError(
+                f"{type(part).__name__} has no option {sorted(unknown)[0]}. It has {', '.join(sorted(known))}"
+            )
+        merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
+        given = {name: value for name, value in merged["videos_kwargs"].items() if value is not None} | {**options}
+        if "use_token_compression" in known:  # the number of tokens would depend on pixels
+            given["use_token_compression"] = False
+        self._merged, self.options, self._unread = merged, given, {*images.unread, "video_metadata"}
+        self.sampling = self._choose_sampling(options)
+        self.identity = f"{type(part).__name__} {json.dumps([given, self.sampling], default=str, sort_keys=True)}"
+        self._of_extent = lru_cache(SIZES)(self._of_empty)
+        self._is_numbered = hasattr(processor, NUMBERS) and self._has_numbers()
+
+    def frames(self, *extent: int) -> Sequence[int]:
+        """Return the numbers of the frames that are read, ascending. Raise EncoderError if the processor cannot choose
+        frames."""
+        return [int(number) for number in self._numbers(extent, self.sampling)]
+
+    def text(self, extent: Sequence[int], number: int = 0) -> Text:
+        """Return the text of a video, the sample's `number`-th from 0: see `processor.Text`. Raise EncoderError if the
+        processor cannot process it."""
+        text = self._of_extent(*extent)[0]
+        return self._images.numbered(text, number) if self._is_numbered else text
+
+    def rows(self, *extent: int) -> int:
+        """Return the number of tokens that features replace. Errors as for `text`."""
+        return self._of_extent(*extent)[0][1].count(self._images.pad)
+
+    def sizes(self, *extent: int) -> dict[str, torch.Tensor]:
+        """Return the values of `SIZE_TENSORS`, by name. Errors as for `text`."""
+        return self._of_extent(*extent)[1]
+
+    def read(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> dict[str, Any]:
+        """Return the tensors that the model gets of a video, its tokens as `input_ids`, the number of its features as
+        `rows`, and `medium`: "video".
+
+        Args:
+            frames: those of `frames`, each uint8 [3, height, width].
+
+        Raises:
+            EncoderError: its text is not that of its extent.
+        """
+        inputs, text = self._process(torch.stack([*frames]), extent)
+        expected, ids = self._of_extent(*extent)[0], text[1]
+        if text != expected:
+            raise EncoderError(
+                f"{type(self._part).__name__} makes {len(ids)} tokens of a video of {[*extent]}, and "
+                f"{len(expected[1])} others of an empty one of this size"
+            )
+        rows = ids.count(self._images.pad)
+        return {**inputs, "input_ids": torch.tensor([ids]), "rows": rows, "medium": "video"}
+
+    @property
+    def merge(self) -> int:
+        """Side of the squares of patches that one feature has."""
+        return int(self._part.merge_size)
+
+    @property
+    def colours(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of each channel, of pixels in [0, 1]."""
+        return [*self._part.image_mean], [*self._part.image_std]
+
+    def frame_pairs(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> torch.Tensor:
+        """Return the resized frames of `read`, as the tower of Qwen-VL joins them, uint8 [times, frames of a patch, 3,
+        height, width]."""
+        inputs, _ = self._process(torch.stack([*frames]), extent, do_rescale=False, do_normalize=False)
+        times, rows, columns = inputs["video_grid_thw"][0].tolist()
+        merge, side, frames_of_patch = self.merge, self._part.patch_size, self._part.temporal_patch_size
+        squares = (times, rows // merge, columns // merge, merge, merge, 3, frames_of_patch, side, side)
+        patches = inputs[PIXELS].view(squares).permute(0, 6, 5, 1, 3, 7, 2, 4, 8)
+        return patches.reshape(times, frames_of_patch, 3, rows * side, columns * side)
+
+    def _choose_sampling(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        is_chosen = {"fps", "num_frames"} & {name for name, value in options.items() if value is not None}
+        bounded = "max_frames" in self._part.valid_kwargs.__annotations__
+        tried: list[dict[str, Any]] = [{}] if self._part.do_sample_frames or is_chosen else []
+        if not is_chosen:
+            tried += DEFAULTS if bounded else DEFAULTS[1:]
+        reason: Exception | None = None
+        for sampling in tried:
+            try:
+                self._numbers(EXAMPLE, sampling)
+            except EncoderError as error:
+                reason = reason or error
+                continue
+            return sampling
+        raise EncoderError(f"{reason}. Options: {dict(options)}") from reason
+
+    def _numbers(self, extent: Sequence[int], sampling: Mapping[str, Any]) -> Any:
+        """Return the frame numbers as the processor chooses them."""
+        part, frames = self._part, extent[2]
+        options = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
+        options = {name: value for name, value in options.items() if name not in _CALL_OPTIONS}
+        options |= {**{name: value for name, value in self.options.items() if name in options}, **sampling}
+        if sampling.get("num_frames", 0) > frames:
+            options["num_frames"] = frames
+        of_patch = options.get("temporal_patch_size") or 1
+        try:
+            if frames >= of_patch:  # or else a frame repeats: some processors raise an error
+                return part.sample_frames(metadata=_metadata(extent), **options)
+            return [*range(frames), *[frames - 1] * (of_patch - frames)]
+        except Exception as error:  # of many classes, also for few frames
+            if frames <= (options.get("num_frames") or of_patch):
+                return list(range(frames))
+            reason = " ".join(str(error).split())
+            raise EncoderError(f"{type(part).__name__} chooses no frames of {frames}: {reason}") from error
+
+    def _process(self, frames: torch.Tensor, extent: Sequence[int], **further: bool) -> tuple[dict[str, Any], Text]:
+        metadata = _metadata(extent)
+        metadata.frames_indices = self._numbers(extent, self.sampling)
+        options = {
+            **self.options,
+            **self.sampling,
+            "do_sample_frames": False,
+            "video_metadata": [metadata],
+            "return_tensors": "pt",
+            "return_metadata": True,
+            **further,
+        }
+        process = self._processor._process_videos
+        if "audio" in inspect.signature(process).parameters:  # Qwen-Omni
+            names = ("seconds_per_chunk", "position_id_per_seconds")
+            others = {name: self._merged.get(name, getattr(self._processor, name, None)) for name in names}
+            options = {**self._merged, **others, "load_audio_from_video": False, "videos_kwargs": options}
+        inputs, texts = process([frames], **options)
+        start, ids, end = self._images.split(texts[0])
+        video_pad = self._processor.tokenizer.convert_tokens_to_ids(self.mark)
+        ids = tuple(self._images.pad if token == video_pad else token for token in ids)
+        inputs = {name: value for name, value in inputs.items() if name not in self._unread}
+        if PIXELS in inputs and PIXELS not in self._processor.model_input_names:
+            # InternVL: `__call__` gives the frames as images.
+            inputs["pixel_values"] = inputs.pop(PIXELS).flatten(0, 1)
+        return inputs, (start, ids, end)
+
+    def _has_numbers(self) -> bool:
+        """True if the processor numbers videos as it does images."""
+        height, width, *_ = SMALL
+        empty = torch.zeros(SMALL[2], 3, height, width, dtype=torch.uint8)
+        options = {"video_metadata": [_metadata(SMALL)], "do_sample_frames": False, "return_tensors": "pt"}
+        inputs = self._processor(text=[self.mark], videos=[empty], return_text_replacement_offsets=True, **options)
+        written = inputs["text_replacement_offsets"][0][0]["replacement"]
+        return written != self._processor._process_videos([empty], **(self.options | options))[1][0]
+
+    def _of_empty(self, *extent: int) -> tuple[Text, dict[str, torch.Tensor]]:
+        height, width, *_ = extent
+        count, reason = len(self.frames(*extent)), None
+        # On the meta device no pixel is computed; some processors look at them.
+        for device in ("meta", "cpu"):
+            empty = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=device).expand(count, -1, -1, -1)
+            try:
+                inputs, text = self._process(empty, extent)
+            except Exception as error:
+                reason = error
+                continue
+            return text, {name: torch.as_tensor(inputs[name]) for name in SIZE_TENSORS if name in inputs}
+        raise EncoderError(f"{type(self._part).__name__} cannot process it: {reason}") from reason
+
+
+def _metadata(extent: Sequence[int]) -> VideoMetadata:
+    height, width, frames, numerator, denominator = extent
+    rate = numerator / denominator
+    return VideoMetadata(total_num_frames=frames, fps=rate, width=width, height=height, duration=frames / rate)
+
+
+NOT_SPLIT = ("kimi_k25",)
+"""Types whose `get_video_features` in transformers 5.23 fails: it joins times, and then splits features as if not."""
+
+
+def reads_videos(path: str, pad: int) -> bool:
+    """True if a model of transformers reads videos as such."""
+    try:
+        return hf_config(path).model_type not in NOT_SPLIT and videos_of(path, pad, {}).rows(*EXAMPLE) > 0
+    except EncoderError:
+        return False
+
+
+@cache
+def _videos_of(path: str, pad: int, options: str) -> VideoProcessor:
+    return VideoProcessor(processor_of(path, "image", pad), json.loads(options))
+
+
+def videos_of(path: str, pad: int, options: Mapping[str, Any]) -> VideoProcessor:
+    """Return the video half of the processor of a directory, which is loaded once. Errors as for `VideoProcessor`."""
+    return _videos_of(path, pad, json.dumps(options, sort_keys=True))
