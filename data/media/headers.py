@@ -121,6 +121,8 @@ def _parse(file: BinaryIO, head: bytes, read: ReadRange, size: int) -> ImageHead
         return _parse_heic(read(size, 0), read, size)
     try:
         return _parse_with_pillow(file, head, read, size)
+    except (ReadError, *OF_THE_MACHINE):
+        raise
     except Exception:  # Pillow raises many types for damaged bytes
         return None
 

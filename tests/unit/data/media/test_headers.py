@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from data.errors import DecodeError
+from data.errors import DecodeError, ReadError
 from data.media.decode import decode_image_file
-from data.media.headers import parse_header, parse_header_bytes
+from data.media.headers import parse_header, parse_header_bytes, parse_video_header
 from tests.unit.data.helpers import encode_image
+from tests.videos import make_video
 
 IMAGES = [
     encode_image(12, 31, kind, seed=3, orientation=orientation)
@@ -165,3 +166,32 @@ def test_xmp_of_a_webp_counts():
     buffer = io.BytesIO()
     Image.new("RGB", (31, 12)).save(buffer, "WEBP", xmp=xmp(6))
     assert parse_header_bytes(buffer.getvalue())[1:] == (31, 12, 6)
+
+
+@pytest.mark.parametrize("name", ["png", "webp", "mp4", "webm"])
+def test_a_storage_error_is_not_a_damaged_file(name):
+    """An index would keep zeros for it."""
+    if name in ("png", "webp"):
+        buffer = io.BytesIO()
+        Image.effect_noise((600, 400), 90).save(buffer, name.upper())
+        raw, parse = buffer.getvalue(), parse_header
+    else:
+        pytest.importorskip("av")
+        raw, parse = make_video(name, "libvpx" if name == "webm" else "mpeg4", seed=1), parse_video_header
+
+    def parsed(reads):
+        """Parse, with an error at one of the reads, and return their number."""
+        ranges = []
+
+        def read(length, at):
+            ranges.append(at)
+            if len(ranges) == reads:
+                raise ReadError("the disk is gone")
+            return raw[at : at + length]
+
+        assert parse(read, len(raw)) is not None
+        return len(ranges)
+
+    for reads in range(parsed(0)):
+        with pytest.raises(ReadError, match="the disk is gone"):
+            parsed(reads + 1)
