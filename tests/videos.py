@@ -146,6 +146,7 @@ ODD_VIDEOS = {
     "no length in the header": _without_length,
     "edit list": lambda: _edited("libx264", 5420, 1500),
     "edit list, mpeg4": lambda: _edited("mpeg4", 7168, 1300),
+    "a frame without bytes": lambda: patched(make_video("mp4", "libx264", **_SMALL), b"stsz", 12 + 4 * 29, ">I", 0),
     "starts before 0": lambda: make_video(
         "mp4", "libx264", times=range(-5, 25), muxer={"avoid_negative_ts": "disabled"}, options=_B, **_SMALL
     ),

@@ -188,7 +188,8 @@ def _video_header(file: Any, container: str, is_fragmented: bool) -> VideoHeader
     if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE):
         raise DecodeError(f"its sides {height} x {width} are not from 1 to {_LONGEST_SIDE} pixels")
     rate = Fraction(stream.average_rate or 0)
-    frames = 0 if container == "matroska" or is_fragmented else sum(not e.is_discard for e in stream.index_entries)
+    entries = [] if container == "matroska" or is_fragmented else stream.index_entries
+    frames = sum(entry.size > 0 and not entry.is_discard for entry in entries)
     seconds = (stream.duration or 0) * Fraction(stream.time_base)
     sound = sum((track.duration or 0) * Fraction(track.time_base) for track in file.streams.audio[:1])
     if not frames or not seconds or (file.streams.audio and not sound):

@@ -27,8 +27,8 @@ _CODED_MORE = 1 << 20  # pixels that are coded around those of a frame
 def decode_frames(raw: bytes, numbers: Sequence[int], bounds: Bounds = BOUNDS) -> Iterator[torch.Tensor]:
     """Yield frames of a video by their numbers in the order of presentation, uint8 [3, H, W], RGB, upright.
 
-    Memory for a few frames is needed, for any length and any number of them. Frames between them that no other needs
-    are not decoded.
+    Memory for a few frames is needed, for any length and any number of them. It seeks to the key frame before a frame
+    if that skips others.
 
     Args:
         numbers: from 0, ascending; one may repeat.

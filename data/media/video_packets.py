@@ -26,6 +26,8 @@ class Packets(NamedTuple):
 def video_stream(file: Any) -> Any:
     """Return the first video stream of a PyAV container that is not a cover image. Raises DecodeError."""
     for stream in file.streams.video:
+        if stream.codec_context is None:
+            raise DecodeError("FFmpeg has no decoder of its video track")
         if not stream.disposition & type(stream.disposition).attached_pic:
             return stream
     raise DecodeError("no video track in it")
@@ -49,7 +51,7 @@ def scan_packets(file: Any, stream: Any) -> Packets:
         times.append(packet.pts)
         if packet.is_keyframe:
             keys.append(packet.pts)
-    if not times or not keys:
+    if not times:
         raise DecodeError("no frame in it")
     times.sort()
     between = Fraction(times[-1] - times[0], max(len(times) - 1, 1))

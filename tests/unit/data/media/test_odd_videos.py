@@ -92,11 +92,19 @@ BROKEN = {
     "live, cut off": (lambda raw: ODD_VIDEOS["live, mkv"]()[:-9], _CUT),
     "recording did not end": (lambda raw: raw[: raw.index(b"moov") - 4], r"it has no header \(a box moov\)"),
     "no picture": (_no_video, "no video track in it"),
+    "unknown codec": (
+        lambda raw: raw.replace(b"avc1\0\0\0", b"zzzz\0\0\0"),
+        "FFmpeg has no decoder of its video track",
+    ),
     "mirrored": (
         lambda raw: patched(raw, b"tkhd", 40, ">i", -1 << 16),
         r"its display matrix \(-1.0, 0.0, 0.0, 1.0\) is not a rotation by quarters",
     ),
     "media of another file": (_other_media, "cannot decode [0-9]+ bytes of video: InvalidDataError"),
+    "frames after the end": (
+        lambda raw: patched(raw, b"stco", 8, ">I", 10_000),
+        "its header says that it has 30 frames, and it has 2[0-9]",
+    ),
     "damaged frames": (
         lambda raw: patched(make_video(seed=3), b"mdat", 3000, "50s", bytes(range(50))),
         "cannot decode [0-9]+ bytes of video: InvalidDataError",
