@@ -1,5 +1,6 @@
 """The interface of the specs of all encoder families, and the arithmetic of layers."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
 """Activation functions of encoders and projectors. `gelu_tanh` is the approximation by tanh."""
 
+Grid = tuple[int, int] | tuple[int, int, int, float]
+"""Rows and columns of an image's tokens; of a video also its times, and the positions between two of them."""
 GATED = "swiglu"
 """Activation of layers with a gated feed-forward block (Shazeer 2020, arXiv 2002.05202)."""
 
@@ -158,8 +161,8 @@ class EncoderSpec(ABC):
     def num_parameters(self) -> int:
         """Return the number of parameters, biases and norms included."""
 
-    def token_grid(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int] | None:
-        """Return (rows, columns) of an image's tokens in the sequence; None if there is no grid."""
+    def token_grid(self, extent0: int, extent1: int, /, *, merge: int = 1) -> Grid | None:
+        """Return the grid of an item's tokens in the sequence; None if there is none."""
         return None
 
     def attention_pairs(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
@@ -266,11 +269,11 @@ def most_tokens(encoder: EncoderSpec, projector: Merging) -> int:
     return projector.latents or encoder.most_tokens(projector.merge)
 
 
-def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int] | None:
-    """Return (rows, columns) of an image's tokens in the sequence, in row order. Return None if they form no grid: for
-    audio, for latents of a resampler, and after a class token."""
+def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> Grid | None:
+    """Return `EncoderSpec.token_grid`, in row order. Return None if the tokens form no grid: for audio, for latents of a
+    resampler, and after a class token."""
     grid = None if projector.latents else encoder.token_grid(*extent, merge=projector.merge)
-    return grid if grid and grid[0] * grid[1] == num_tokens(encoder, projector, *extent) else None
+    return grid if grid and math.prod(grid[:3]) == num_tokens(encoder, projector, *extent) else None
 
 
 def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, str]]:

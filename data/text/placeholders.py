@@ -186,8 +186,9 @@ class Places:
         return written + text[end:], moved
 
 
-Grid = tuple[int, int]
-"""Rows and columns of an image's tokens, row by row."""
+Grid = tuple[int, int] | tuple[int, int, int, float]
+"""Rows and columns of an image's tokens, row by row; of a video also the number of its times, and the positions between
+two of them."""
 
 Place = tuple[int, "Grid | None"]
 """Number of tokens of an image or audio, and their grid; None: positions as for text."""
@@ -204,7 +205,8 @@ def axis_positions(ids: np.ndarray, media: Mapping[int, Sequence[Place]]) -> np.
     """Return M-RoPE positions in time, row and column, int64 [3, S] (Wang et al. 2024, arXiv 2409.12191, section 2.1).
 
     A text token has one position on all axes: the largest one before it plus 1. An image's tokens have that position in
-    time; the other axes add row and column. Padding counts as text.
+    time; the other axes add row and column. Times of a video add multiples of an interval, rounded down. Padding counts
+    as text.
 
     Args:
         ids: int64 [S].
@@ -216,17 +218,18 @@ def axis_positions(ids: np.ndarray, media: Mapping[int, Sequence[Place]]) -> np.
         assert len(pads) == sum(tokens for tokens, _ in places), (placeholder, len(pads), places)
         for tokens, grid in places:
             if grid is not None and tokens:
-                spans.append((int(pads[at]), grid))
+                spans.append((int(pads[at]), grid if len(grid) == 4 else (*grid, 1, 0.0)))
             at += tokens
     positions = np.empty((3, len(ids)), dtype=np.int64)
     at = following = 0
-    for first, (rows, columns) in sorted(spans):
+    for first, (rows, columns, times, interval) in sorted(spans):
         positions[:, at:first] = following + np.arange(first - at)
         following += first - at
-        at = first + rows * columns
-        positions[0, first:at] = following
-        positions[1, first:at] = following + np.repeat(np.arange(rows), columns)
-        positions[2, first:at] = following + np.tile(np.arange(columns), rows)
-        following += max(rows, columns)
+        at = first + times * rows * columns
+        of_times = (np.arange(times, dtype=np.float32) * np.float32(interval)).astype(np.int64)
+        positions[0, first:at] = following + np.repeat(of_times, rows * columns)
+        positions[1, first:at] = following + np.tile(np.repeat(np.arange(rows), columns), times)
+        positions[2, first:at] = following + np.tile(np.arange(columns), times * rows)
+        following += max(rows, columns, int(of_times[-1]) + 1)
     positions[:, at:] = following + np.arange(len(ids) - at)
     return positions

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from encoders.base import Grid
 from encoders.errors import EncoderError
 from encoders.key_rules import MOST_WIDTH, FixedKeys, key
 from encoders.plain.spec import PlainSpec
@@ -230,8 +231,8 @@ class MediaImages(ImageItems, VideoKeys, MediaSpec):
     def faults(self) -> list[tuple[str, str]]:
         return super().faults() or self.video_faults()
 
-    def token_grid(self, *extent: int, merge: int = 1) -> tuple[int, int] | None:
-        return self.processor().grid(*extent) if len(extent) == 2 else None
+    def token_grid(self, *extent: int, merge: int = 1) -> Grid | None:
+        return self.processor().grid(*extent) if len(extent) == 2 else self.videos().grid(*extent)
 
     def image_sizes(self, *extent: int) -> "dict[str, torch.Tensor]":
         return self.processor().sizes(*extent)

@@ -111,6 +111,20 @@ class VideoProcessor:
         rows = ids.count(self._images.pad)
         return {**inputs, "input_ids": torch.tensor([ids]), "rows": rows, "medium": "video"}
 
+    def grid(self, *extent: int) -> tuple[int, int, int, float] | None:
+        """Return rows, columns and times of a video's features, and the positions between two times, for classes that
+        compute positions from seconds per grid alone (Qwen-Omni); None for others. Errors as for `text`, and for
+        fractions of a position, which Qwen3-Omni has."""
+        seconds = self.sizes(*extent).get("video_second_per_grid")
+        if seconds is None:
+            return None
+        times, rows, columns = self.sizes(*extent)["video_grid_thw"][0].tolist()
+        config = hf_config(self._images.path)
+        interval = float(seconds[0]) * config.position_id_per_seconds
+        if interval % 1 and config.model_type.startswith("qwen3"):
+            raise EncoderError(f"positions of its times are {interval:g} apart. Set encoder.video.fps to 1 or 2")
+        return rows // self.merge, columns // self.merge, times, interval
+
     @property
     def merge(self) -> int:
         """Side of the squares of patches that one feature has."""

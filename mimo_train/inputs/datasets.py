@@ -92,7 +92,9 @@ def _by_processor(module: ModuleConfig) -> dict[str, Any]:
 
 def _of_videos(encoder: Any) -> dict[str, Any]:
     """Return the fields of `Media` of an encoder that reads videos as such."""
-    has_axes = getattr(encoder, "axes", True)
+    from encoders.transformers_media.videos import EXAMPLE
+
+    has_axes = getattr(encoder, "axes", True) and encoder.videos().grid(*EXAMPLE) is None
     return {
         "text": encoder.text,
         "video_frames": encoder.video_frames,

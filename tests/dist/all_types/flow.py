@@ -38,6 +38,7 @@ ALONE: list[tuple[list[Any], str]] = [
     SAMPLES[1],
 ]
 """As VIDEOS, without an image."""
+ONE: list[tuple[list[Any], str]] = [(["what moves in ", (21, 8, 64, 96), "?"], "a small wall"), SAMPLES[1]]
 FRAMES = {"fps": 1.0, "num_frames": 4}
 SAMPLING: dict[str, dict[str, Any]] = {"smolvlm": FRAMES}
 SAMPLING |= dict.fromkeys(
@@ -76,7 +77,9 @@ class Outcome(NamedTuple):
 
 def samples_of(medium: str, kind: str = "") -> list[tuple[list[Any], str]]:
     if medium == "video" and kind.startswith(("glm", "smolvlm")):  # whose classes take no image next to a video
-        return ALONE
+        return ALONE if kind.startswith("glm") else ONE
+    if medium == "video" and kind == "molmo2":  # whose processor takes no second video
+        return ONE
     return {"image": SAMPLES, "audio": CLIPS, "both": BOTH, "video": VIDEOS}.get(medium, TEXTS)
 
 
