@@ -39,8 +39,10 @@ def scan_packets(file: Any, stream: Any) -> Packets:
     tracks, heard = file.streams.audio[:1], list[int]()  # start and end of the sound
     has_hidden_frames = stream.codec_context.name == "vp8"
     for packet in file.demux([stream, *tracks]):
-        if packet.pts is None or packet.is_discard:
+        if not packet.size or packet.is_discard:
             continue
+        if packet.pts is None:
+            raise DecodeError("a frame or a block of sound in it has no time")
         if packet.stream_index != stream.index:
             heard = heard or [max(packet.pts, 0), 0]  # decoders drop what is before 0
             heard[1] = packet.pts + (packet.duration or 0)

@@ -92,6 +92,10 @@ BROKEN = {
     "live, cut off": (lambda raw: ODD_VIDEOS["live, mkv"]()[:-9], _CUT),
     "recording did not end": (lambda raw: raw[: raw.index(b"moov") - 4], r"it has no header \(a box moov\)"),
     "no picture": (_no_video, "no video track in it"),
+    "no times": (
+        lambda raw: make_video("mkv", "libx264", times=range(-5, 5), muxer={"avoid_negative_ts": "disabled"}),
+        "a frame or a block of sound in it has no time",
+    ),
     "unknown codec": (
         lambda raw: raw.replace(b"avc1\0\0\0", b"zzzz\0\0\0"),
         "FFmpeg has no decoder of its video track",
