@@ -270,8 +270,8 @@ def most_tokens(encoder: EncoderSpec, projector: Merging) -> int:
 
 
 def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> Grid | None:
-    """Return `EncoderSpec.token_grid`, in row order. Return None if the tokens form no grid: for audio, for latents of a
-    resampler, and after a class token."""
+    """Return `EncoderSpec.token_grid`, in row order. Return None if the tokens form no grid: for audio, for latents of
+    a resampler, and after a class token."""
     grid = None if projector.latents else encoder.token_grid(*extent, merge=projector.merge)
     return grid if grid and math.prod(grid[:3]) == num_tokens(encoder, projector, *extent) else None
 

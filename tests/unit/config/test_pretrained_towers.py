@@ -121,7 +121,7 @@ def test_sizes_and_tokens(name, tmp_path):
 
 OPEN = {"feature_layer", "final_norm", "keep_class_token", "grid_pinpoints", "max_tiles", "cut_several", "image_size"}
 OPEN |= {"path", "pad"}
-"""Besides `CHOICES`: keys of the tower's features and of tiling, and those that a whole model's directory has for videos.
+"""Besides `CHOICES`: keys of the tower's features and of tiling, and those that a whole directory has for videos.
 `image_size` is a choice of some families; another test covers the rest."""
 OTHER = {"normalization": "RMSNorm", "activation": "relu", "swiglu": "relu", "family": "vit", "position": "none"}
 
