@@ -264,8 +264,15 @@ def _of_minicpm(values: dict[str, Any], ids: Any) -> None:
         values[f"{name}_id"] = ids(f"<|{name}|>")
 
 
+def _of_glm(values: dict[str, Any], ids: Any) -> None:
+    values |= {
+        f"video_{place}_token_id": ids(f"<|{name}_of_video|>") for place, name in (("start", "begin"), ("end", "end"))
+    }
+
+
 FURTHER = {
     "gemma3": _of_gemma,
+    "glm5_next": _of_glm,
     "llama4": lambda values, ids: values.update(image_token_index=ids("<|patch|>")),
     "minicpmv4_7": _of_minicpm,
     "molmo2": _of_molmo,
