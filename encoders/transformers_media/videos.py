@@ -29,8 +29,11 @@ SIZE_TENSORS = "video_grid_thw", "second_per_grid_ts", "video_second_per_grid", 
 NUMBERS = "_prepend_local_ids"
 """Method of processors that number the images of a text, and some likewise its videos (MiniCPM)."""
 PIXELS = "pixel_values_videos"
-_CALL_OPTIONS = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
-"""Options of a call that `sample_frames` does not get."""
+_CALL_OPTIONS = {
+    *("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"),
+    *("return_metadata", "return_tensors"),
+}
+"""Options that each call sets, and `sample_frames` does not get."""
 
 
 class VideoProcessor:
@@ -57,7 +60,7 @@ class VideoProcessor:
             raise EncoderError(f"{type(processor).__name__} reads no videos")
         self._images, self._processor, self._part = images, processor, part
         self.mark = str(mark)
-        known = part.valid_kwargs.__annotations__.keys()
+        known = part.valid_kwargs.__annotations__.keys() - _CALL_OPTIONS
         if unknown := options.keys() - known:
             raise EncoderError(
                 f"{type(part).__name__} has no option {sorted(unknown)[0]}. It has {', '.join(sorted(known))}"
