@@ -30,6 +30,7 @@ from mimo_train.models.dense_layer import compile_layers
 from mimo_train.models.encoder_module import EncoderModule, Projector
 from mimo_train.models.fp8 import require_fp8
 from mimo_train.models.freeze import freeze, let_biases_learn, let_recomputed_layers_learn
+from mimo_train.models.fusions import FusedGradients
 from mimo_train.models.heads import ModelHook, make_value_model
 from mimo_train.models.language_model import SeededGPTModel
 from mimo_train.models.layers import language_layers, layer_spec, projector_submodules
@@ -39,6 +40,7 @@ from mimo_train.models.norms import norm_class
 from mimo_train.models.parameters import drawn_in_parts, modules_of
 from mimo_train.models.sharding import ShardedModule
 from mimo_train.models.transformer_config import encoder_config, language_config, projector_config, resampler_config
+from mimo_train.parallel import device
 from mimo_train.parallel.groups import RunGroups
 
 _LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
@@ -282,7 +284,8 @@ def _wrap(
     # Overlap requires a gradient of every parameter in every microbatch, on all replicas. An encoder does not run for a
     # text-only microbatch, and frozen parameters get no gradient.
     overlap = name == LANGUAGE and not cfg.modules[name].freeze_until
-    wrapper = InPlaceGradients if cfg.run.cpu_kernels else DistributedDataParallel
+    is_on_cpu = cfg.run.cpu_kernels and device.current().type == "cpu"
+    wrapper = InPlaceGradients if is_on_cpu else FusedGradients
     return wrapper(
         config=config,
         ddp_config=DistributedDataParallelConfig(

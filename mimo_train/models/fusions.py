@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers as core_layers
@@ -17,6 +18,7 @@ from mimo_train.config.keys import is_installed
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_fusions import WITH_TRANSFORMER_ENGINE
 from mimo_train.layout.fusions import fusions_of
+from mimo_train.models.parameters import mark
 from mimo_train.parallel import device
 
 _ACTIVATIONS = {
@@ -119,3 +121,23 @@ def install_gradient_accumulation() -> None:
     if not core_layers._grad_accum_fusion_available:
         core_layers.fused_weight_gradient_mlp_cuda = WeightGradients
         core_layers._grad_accum_fusion_available = True
+
+
+class FusedGradients(DistributedDataParallel):
+    """Megatron-Core's wrapper, for weights whose matmul accumulates their gradient.
+
+    Hooks on saved tensors (parts of `train.recompute`, `train.offload_activations`) lose the attributes of weights.
+    Megatron-Core 0.19.2 then returns no gradient from the matmul (tensor_parallel/layers.py:692), and its wrapper stops
+    a run whose reductions overlap (distributed_data_parallel.py:487).
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        original = super()._make_backward_post_hook(param)
+
+        def hook(*unused: Any) -> None:
+            if param.grad is None and param.requires_grad:
+                param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
+                mark(param, grad_added_to_main_grad=True)
+            original(*unused)
+
+        return hook

@@ -91,6 +91,8 @@ PACKED = ("data.pack=true", "data.pack_length=300")
 """Rows of two or three samples: what rows of one sample have to give the numbers of."""
 FUSED = tuple(f"train.fusions.{name}=always" for name in ("activation", "bias_dropout", "gradient_accumulation"))
 """Fused kernels: what single operations have to give the numbers of."""
+OVERLAPPED = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
+"""Reductions and gathering during backward and forward: what those in between have to give the numbers of."""
 ONE = "one"
 """A module on one rank."""
 
@@ -221,7 +223,7 @@ GPT = (
     alone("tp2 dp2", WHOLE_STATES, *PACKED),
     alone("tp2 pp2 vpp2", *PACKED),
     alone("pp2 dp2", "train.recompute=full", "optim.overlap_grad_reduce=true"),
-    alone("pp2 dp2", "optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true", NO_LOGITS),
+    alone("pp2 dp2", *FUSED, "train.recompute=attention+norms", *OVERLAPPED, NO_LOGITS),
     alone("cp2"),
     alone("cp4", WHOLE_STATES),
     alone("cp2 tp2 sp", NO_LOGITS, *PACKED),

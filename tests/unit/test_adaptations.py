@@ -60,6 +60,11 @@ REASONS = [
         "param.main_grad.add_(param.grad.data) param.grad = None",
     ),
     (
+        "models/fusions.py",
+        "distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
+        "assert ( param.grad is not None ), 'param.grad being None is not safe when overlap_grad_reduce is True'",
+    ),
+    (
         "models/attention.py",
         "transformer.dot_product_attention:DotProductAttention.forward",
         "matmul_result = torch.baddbmm(",
