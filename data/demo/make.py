@@ -1,4 +1,4 @@
-"""Make the shards of the demos from data in scikit-learn: digits, preferences of digits, digits and tones, or texts.
+"""Make the shards of the demos from data in scikit-learn: digits in images or videos, preferences, tones, or texts.
 
 A demo is written into a temporary folder, which is renamed when it is complete. Equal parameters give equal bytes.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MARKER = "demo.json"
 """File with the kind and the parameters of a demo."""
-_MARKER = re.compile(r"<(image|audio)>\n")
+_MARKER = re.compile(r"<(image|audio|video)>\n")
 _QUESTIONS = {"train": 2, "held_out": 1}  # maximum about an image, in one conversation
 
 
@@ -153,11 +153,28 @@ def _write_pairs(
         _write_part(folder / part, samples, number, seed, sample_of)
 
 
+def _write_videos(
+    folder: Path, *, train_samples: int = 4000, held_out_samples: int = 512, seed: int = 0, shards: int = 4
+) -> None:
+    """Write the video demo (see `videos.py`). See `_write_digits`."""
+    from data.demo.samples import load_scans
+    from data.demo.videos import make_video_sample
+
+    for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
+        digits, questions = load_scans(part == "held_out"), _QUESTIONS[part]
+
+        def sample_of(_: int, rng: Any, digits: Any = digits, questions: int = questions) -> DemoSample:
+            return make_video_sample(digits, rng, questions)
+
+        _write_part(folder / part, samples, number, seed, sample_of)
+
+
 DEMOS: dict[str, Callable[..., None]] = {
     "digits": _write_digits,
     "digits_pairs": _write_pairs,
     "mixed": _write_mixed,
     "text": _write_text,
+    "video_digits": _write_videos,
 }
 
 

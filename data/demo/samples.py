@@ -24,7 +24,7 @@ COLOURS = {
     "pink": (240, 90, 215),
 }
 _NAMES = list(COLOURS)
-_CELL = 16  # pixels, height and width of a digit's cell
+CELL = 16  # pixels, height and width of a digit's cell
 _SPLIT_SEED = 20_240_229
 _HELD_OUT_SHARE = 0.2
 _TWO_IMAGES = 0.02
@@ -146,41 +146,46 @@ def _two_images(digits: Digits, rng: np.random.Generator, extension: str) -> Dem
 def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
     """Return uint8 [CANVAS, CANVAS, 3]: digits from left to right in their own columns, at any height."""
     canvas = np.full((CANVAS, CANVAS, 3), rng.integers(0, 24), dtype=np.uint8)
-    columns = np.sort(rng.permutation(CANVAS // _CELL)[: len(chosen)]) * _CELL
-    rows = rng.integers(0, CANVAS // _CELL, size=len(chosen)) * _CELL
+    columns = np.sort(rng.permutation(CANVAS // CELL)[: len(chosen)]) * CELL
+    rows = rng.integers(0, CANVAS // CELL, size=len(chosen)) * CELL
     for top, left, at, colour in zip(rows.tolist(), columns.tolist(), chosen.tolist(), colours, strict=True):
-        _paint(canvas[top : top + _CELL, left : left + _CELL], digits.scans[at], colour, rng)
+        _paint(canvas[top : top + CELL, left : left + CELL], digits.scans[at], colour, rng)
     return canvas
 
 
 def draw_digit(scan: np.ndarray, colour: int, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     """Return uint8 [height, width, 3]: a digit in the `colour`-th of `COLOURS` anywhere on dark background."""
     canvas = np.full((*size, 3), rng.integers(0, 24), dtype=np.uint8)
-    top, left = (int(rng.integers(0, side - _CELL + 1)) for side in size)
-    _paint(canvas[top : top + _CELL, left : left + _CELL], scan, colour, rng)
+    top, left = (int(rng.integers(0, side - CELL + 1)) for side in size)
+    _paint(canvas[top : top + CELL, left : left + CELL], scan, colour, rng)
     return canvas
 
 
 def _paint(box: np.ndarray, scan: np.ndarray, colour: int, rng: np.random.Generator) -> None:
-    """Draw a coloured scan on a cell [_CELL, _CELL, 3] of a canvas."""
+    """Draw a coloured scan on a cell [CELL, CELL, 3] of a canvas."""
+    blend(box, render(scan, rng), colour)
+
+
+def blend(box: np.ndarray, ink: np.ndarray, colour: int) -> None:
+    """Draw ink, uint8 [CELL, CELL], in the `colour`-th of `COLOURS` on a cell [CELL, CELL, 3] of a canvas."""
     tint = np.asarray(COLOURS[_NAMES[colour]], dtype=np.float32)
-    shade = _render(scan, rng)[..., None].astype(np.float32) / 255
+    shade = ink[..., None].astype(np.float32) / 255
     box[:] = (box * (1 - shade) + tint * shade).astype(np.uint8)
 
 
-def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return a scan as ink, uint8 [_CELL, _CELL]: enlarged smoothly, with a mild random scale, rotation and shift."""
-    across, down = _CELL / 8 * rng.uniform(0.85, 1.05, size=2)  # pixels per pixel of the scan
+def render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return a scan as ink, uint8 [CELL, CELL]: enlarged smoothly, with a mild random scale, rotation and shift."""
+    across, down = CELL / 8 * rng.uniform(0.85, 1.05, size=2)  # pixels per pixel of the scan
     angle = math.radians(rng.uniform(-6, 6))
     shift_x, shift_y = rng.uniform(-1, 1, size=2)
     cos, sin = math.cos(angle), math.sin(angle)
     # Pillow maps output to input pixels: shift to the centre, rotate back, scale down.
-    middle_x, middle_y = _CELL / 2 + shift_x, _CELL / 2 + shift_y
+    middle_x, middle_y = CELL / 2 + shift_x, CELL / 2 + shift_y
     a, b = cos / across, sin / across
     d, e = -sin / down, cos / down
     coefficients = (a, b, 5 - a * middle_x - b * middle_y, d, e, 5 - d * middle_x - e * middle_y)
     image = Image.fromarray(scan).transform(
-        (_CELL, _CELL), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC
+        (CELL, CELL), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC
     )
     return np.asarray(image)
 

@@ -27,3 +27,14 @@ def read_originals(dataset: ShardDataset, number: int) -> dict[str, list[MediaIn
             else:
                 items.append(raw if kind == "audio" else decode_image_file(raw, dataset.bounds, dataset.background))
     return media
+
+
+def read_videos(dataset: ShardDataset, number: int, most: int) -> list[bytes]:
+    """Return the video files of a sample, up to `most` bytes in all; none of a bad sample or a blind dataset."""
+    meta, videos = dataset.meta(number), []
+    for member in () if dataset.blind else meta.members.get("image", ()):
+        is_first = member.frame is None or member.frame.number == 0
+        if member.kind == "video" and is_first and member.size <= most:
+            most -= member.size
+            videos.append(dataset.read_member(meta, member))
+    return videos

@@ -65,11 +65,16 @@ def add(subparsers: Any) -> None:
     demo = commands.add_parser("make-demo", help="make a small data set to try things on, without a download")
     demo.add_argument("out", metavar="OUT", help="folder to write")
     demo.add_argument(
-        "--kind", choices=["digits", "digits_pairs", "mixed", "text"], default="digits", help="default: digits"
+        "--kind",
+        choices=["digits", "digits_pairs", "mixed", "text", "video_digits"],
+        default="digits",
+        help="default: digits",
     )
-    demo.add_argument("--samples", type=positive, help="training samples (default: digits 12000, mixed 3000)")
-    demo.add_argument("--held-out", type=positive, help="held-out samples (default: digits 768, mixed 320)")
-    demo.add_argument("--seed", type=int, help="seed of the digits or mixed demo (default: 0)")
+    demo.add_argument(
+        "--samples", type=positive, help="training samples (default: digits 12000, mixed 3000, videos 4000)"
+    )
+    demo.add_argument("--held-out", type=positive, help="held-out samples (default: digits 768, mixed 320, videos 512)")
+    demo.add_argument("--seed", type=int, help="seed of the demo; the text demo has none (default: 0)")
     demo.set_defaults(handler=about_files(_make_demo))
 
 

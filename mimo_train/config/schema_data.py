@@ -70,9 +70,9 @@ class DataConfig(Section):
     """Share of the training samples to hold out. See docs/data.md#held-out-sets."""
     split: str = ""
     """Shares of `.bin` and `.idx` files for training, evaluation and test: `969,30,1`, as in Megatron-LM."""
-    demo: str = key("", choices=("", "digits", "digits_pairs", "mixed", "text"))
+    demo: str = key("", choices=("", "digits", "digits_pairs", "mixed", "text", "video_digits"))
     """Make demo shards on first use: `digits`, `digits_pairs` (right and wrong answers), `mixed` (images, audio and
-    text) or `text`. Set it empty for your own shards."""
+    text), `text` or `video_digits` (moving digits). Set it empty for your own shards."""
     sequence_length: int = key(1024, at_least=1, at_most=2**27)
     """Most tokens of a sample, placeholders included. Longer text is cut."""
     pad: str = key("microbatch", choices=("microbatch", "sequence"))

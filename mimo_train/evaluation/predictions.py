@@ -19,8 +19,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from data.samples.bad_samples import BadSample
 from data.samples.media_spec import MediaInput
+from data.samples.originals import read_videos
 from data.samples.protocol import Samples
+from data.samples.shard_dataset import ShardDataset
 from data.storage.files import replacing
 from data.text.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
@@ -168,6 +171,8 @@ def _write(path: Path, text: str) -> None:
 
 SHOWN_SECONDS = 10
 """Longest audio clip in the report."""
+SHOWN_VIDEO_BYTES = 1 << 18
+"""Most bytes of a sample's videos in the report; the frames of larger ones are shown alone."""
 
 
 def shown_media(
@@ -177,17 +182,24 @@ def shown_media(
     seconds: int | None = SHOWN_SECONDS,
 ) -> dict[str, list[str]]:
     """Return base64 of a sample's PNG (`images`) and WAV (`clips`) files, as the first module of each kind gets them;
-    none of what a model's own processor makes.
+    none of what a model's own processor makes. Its small video files (`videos`) come next to their frames.
 
     Args:
         media: inputs of each module, if they have been read.
         seconds: length to cut audio to; None: keep all.
     """
-    shown: dict[str, list[str]] = {"images": [], "clips": []}
+    shown: dict[str, list[str]] = {"images": [], "clips": [], "videos": []}
     first = {item.kind: item.module for item in reversed(dataset.modules)}
-    inputs = {module: media[module] if media else dataset.read_media(number, module)[0] for module in first.values()}
+    inputs: dict[str, Sequence[MediaInput]] = {}
+    bad: BadSample | None = None
+    for name in first.values():
+        inputs[name], bad_media = (media[name], None) if media else dataset.read_media(number, name)
+        bad = bad or bad_media
     if module := first.get("image"):
         shown["images"] = [_png(image) for image in inputs[module] if isinstance(image, torch.Tensor)]
+        if bad is None and isinstance(dataset, ShardDataset):
+            videos = read_videos(dataset, number, SHOWN_VIDEO_BYTES)
+            shown["videos"] = [base64.b64encode(video).decode() for video in videos]
     if module := first.get("audio"):
         sizes = dataset.input_sizes(number, module)
         clips = zip(inputs[module], sizes, strict=True)

@@ -55,8 +55,8 @@ def render(page: Mapping[str, Any], template: str = "page.html.j2", styles: Sequ
 def held_out_samples(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Return the samples of samples.json, and why they cannot be read, or "".
 
-    A sample is {"images": [base64 of a PNG, ...], "clips": [base64 of a WAV, ...], "question", "answer", "truth",
-    "correct": bool or None}; "small" is added for each image.
+    A sample is {"images": [base64 of a PNG, ...], "clips": [base64 of a WAV, ...], "videos": [base64 of an
+    MP4 or WebM, ...], "question", "answer", "truth", "correct": bool or None}; "small" is added for each image.
     """
     try:
         return mark_small(json.loads(path.read_text(encoding="utf-8")) if path.exists() else []), ""

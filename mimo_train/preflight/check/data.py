@@ -93,6 +93,9 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
             if is_training and importlib.util.find_spec("sklearn") is None:
                 text = f"the {cfg.data.demo} demo needs scikit-learn: pip install 'mimo-train[demo]'"
                 report.faults.append(Fault("data.demo", text))
+            if is_training and cfg.data.demo == "video_digits" and importlib.util.find_spec("av") is None:
+                text = "the video_digits demo needs PyAV: pip install 'mimo-train[demo,video]'"
+                report.faults.append(Fault("data.demo", text))
             continue
         samples = add_files(report, cfg, key, source, tokenizer, part, rows)
         if is_training and samples:

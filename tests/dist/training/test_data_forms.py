@@ -1,5 +1,6 @@
 """Runs on every form of data: built shards, fields of a source, videos, and a chat template of the tokenizer."""
 
+import base64
 import io
 import json
 import signal
@@ -11,6 +12,8 @@ from data.index.find_shards import find_shards
 from data.media.headers import parse_video_header_bytes
 from data.media.video import decode_video
 from data.samples.media_spec import Sampling
+from mimo_train.layout.run import resolve
+from mimo_train.logging.report.page import write_report
 from tests.dist.commands import command
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import RankFailure, run_ranks
@@ -139,3 +142,19 @@ def test_a_run_with_the_tokenizers_own_template(digits, tmp_path):
     assert code == 0
     with pytest.raises(RankFailure, match=r"data\.tokenizer: tokenizer, chat template.*are not those of checkpoint"):
         train_on_ranks(run("one_process", "train.iters=4", "data.chat_template=own"))
+
+
+def test_a_run_on_the_video_demo_has_a_report_with_a_player(tmp_path):
+    pytest.importorskip("av")
+    from data.demo.make import make_demo
+
+    demo = make_demo(tmp_path / "demo", "video_digits", train_samples=32, held_out_samples=4, shards=1)
+    shown = ("train.iters=2", "train.eval_interval=2", "train.report_samples=2")
+    changes = (f"data.validation_shards={demo}/held_out", *shown)
+    cfg = config("video_digits", tmp_path / "run", demo, *changes)
+    assert len(curve(train_on_ranks(cfg))) == 2
+    samples = json.loads((tmp_path / "run" / "samples.json").read_text())
+    assert [(len(sample["images"]), len(sample["videos"])) for sample in samples] == [(8, 1)] * 2
+    assert len([*decode_video(base64.b64decode(samples[0]["videos"][0]), 8)]) == 8
+    page = write_report(tmp_path / "run", resolve(cfg)).read_text()
+    assert page.count("<video controls") == 2 and samples[1]["videos"][0] in page

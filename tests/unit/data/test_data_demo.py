@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+import torch
 
 from data.demo import make as demo
 from data.demo.make import make_demo
@@ -13,6 +14,7 @@ from data.errors import DataError
 from data.index.find_shards import find_shards
 from data.loader import StepLoader
 from data.order.step import Batching, Reader
+from data.samples.media_spec import Sampling
 from data.samples.shard_dataset import ShardDataset
 from data.text.tokens import build_tokenizer
 from mimo_train.cli import main
@@ -181,6 +183,53 @@ def test_text_demo(tmp_path):
     assert all(90 <= len(text) <= 260 for part in texts.values() for text in part)
     with StepLoader(parts["train"], Batching(4, 2), [Reader("language", 0, 1)], workers=0, limit=1) as loader:
         assert next(loader).microbatches[0]["loss_mask"].sum() > 150
+
+
+def test_answers_about_videos_follow_from_their_frames(tmp_path):
+    pytest.importorskip("av")
+    small = {"train_samples": 12, "held_out_samples": 48, "shards": 2}
+    first, second = (make_demo(tmp_path / name, "video_digits", **small) for name in "ab")
+    names = [path.relative_to(first) for path in first.rglob("*.tar")]
+    assert len(names) == 3 and all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+    digits = load_scans(True)
+    by_source = {int(source): str(label) for source, label in zip(digits.sources, digits.labels, strict=True)}
+    data = ShardDataset(
+        first / "held_out",
+        tokenizer=build_tokenizer("bytes", ["<image>"]),
+        sequence_length=160,
+        media=[images(side=48, tokens=9)],
+        sampling=Sampling(4.0, 8),
+        shuffle=False,
+    )
+    kinds = Counter()
+    for number, (record, _) in enumerate(records(first / "held_out")):
+        question, truth = prompt_and_truth(data, number)
+        values = [by_source[source] for source in record["sources"]]
+        frames = media_of(data, number, "images")
+        assert len(frames) == 8
+        # Rows and columns with ink in the first and the last frame.
+        ink = [frames[at].max(0).values.float() - 40 for at in (0, 7)]
+        rows, columns = ([part.clamp(min=0).sum(axis) for part in ink] for axis in (1, 0))
+        if "came" in question:
+            assert truth == values["last" in question] and not torch.equal(ink[0], ink[1])
+        elif "Which way" in question:
+            assert question[-7] in values
+            if len(values) == 1:
+                before, after = rows if truth in ("up", "down") else columns
+                moved = (after.argmax() > before.argmax()).item()
+                assert moved == (truth in ("right", "down"))
+                kinds["single"] += 1
+        else:
+            assert truth in values and question.rstrip("?").split()[-1] in ("left", "right", "up", "down")
+        kinds[question.split()[1] + question.split()[2]] += 1
+    assert {"single", "digitcame", "waydoes", "digitmoves"} == {*kinds}
+
+
+def test_videos_need_pyav(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(DataError, match=r"PyAV.*mimo-train\[video\]"):
+        make_demo(tmp_path / "v", "video_digits", train_samples=1, held_out_samples=1, shards=1)
+    assert not (tmp_path / "v").exists()
 
 
 # Commands

@@ -17,6 +17,7 @@ from tests.hang import HANG_SECONDS
 from tests.unit.logging.report.made_up_runs import PNG, report, write_metrics
 
 WAV = base64.b64encode(b"RIFF\x24\x00\x00\x00WAVE").decode()
+VIDEOS = [base64.b64encode(raw).decode() for raw in (b"\0\0\0\x20ftypisom", b"\x1a\x45\xdf\xa3webm")]
 WORDS = {"images": [], "clips": [], "question": "q", "answer": "a", "truth": "t", "correct": None}
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -117,13 +118,16 @@ def test_samples_are_marked_in_words_and_their_text_is_escaped(tmp_path, vlm):
     samples = [
         {"images": [PNG, PNG], "question": 'Is 1 < 2? "yes"', "answer": "<b>7</b>", "truth": "7", "correct": True},
         {"images": [PNG], "question": "Which?", "answer": "8", "truth": "9", "correct": False},
-        {"images": [], "clips": [WAV], "question": "q", "answer": "a", "truth": "t", "correct": None},
+        {"images": [], "clips": [WAV], "question": "q", "answer": "a", "truth": "t", "correct": None, "videos": VIDEOS},
     ]
     (tmp_path / "samples.json").write_text(json.dumps([{"clips": [], **sample} for sample in samples]))
     page = report(tmp_path, vlm)
     images = page.all("img")
     assert [image["src"] for image in images] == [f"data:image/png;base64,{PNG}"] * 3
     assert [clip["src"] for clip in page.all("audio")] == [f"data:audio/wav;base64,{WAV}"]
+    sources = [f"data:video/{kind};base64,{raw}" for kind, raw in zip(("mp4", "webm"), VIDEOS, strict=True)]
+    videos = page.all("video")
+    assert [video["src"] for video in videos] == sources and all("controls" in video for video in videos)
     assert images[0]["alt"] == 'held-out image to the question: Is 1 < 2? "yes"'
     assert not page.all("b")
     assert page.text.count("✓ right") == 1 and page.text.count("✗ wrong") == 1
