@@ -89,7 +89,7 @@ class OptimConfig(Section):
     distributed_optimizer: bool = True
     """Shard master weights and moments over data-parallel replicas. Checkpoints fit both."""
     overlap_grad_reduce: bool = False
-    """Reduce the language model's gradients during its backward pass. See docs/configuration.md#overlap."""
+    """Reduce gradients during the last backward pass of a step. See docs/configuration.md#overlap."""
     overlap_param_gather: bool = False
     """Gather the language model's updated parameters during the next forward pass. Needs `overlap_grad_reduce`."""
 

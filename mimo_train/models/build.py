@@ -41,6 +41,7 @@ from mimo_train.models.parameters import drawn_in_parts, modules_of
 from mimo_train.models.sharding import ShardedModule
 from mimo_train.models.transformer_config import encoder_config, language_config, projector_config, resampler_config
 from mimo_train.parallel import device
+from mimo_train.parallel.grad_reduction import InOrderReduction
 from mimo_train.parallel.groups import RunGroups
 
 _LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
@@ -281,18 +282,19 @@ def _wrap(
     config = module.config if name == LANGUAGE else module.encoders[name].config
     if layout.modules[name].fsdp:
         return ShardedModule(config, module, groups.collections[name].dp_cp, f"modules.{name}")
-    # Overlap requires a gradient of every parameter in every microbatch, on all replicas. An encoder does not run for a
-    # text-only microbatch, and frozen parameters get no gradient.
-    overlap = name == LANGUAGE and not cfg.modules[name].freeze_until
+    # The language model's wrapper requires a gradient of every parameter in every step, and its parameters are gathered
+    # in forward. An encoder may not run in a step.
+    every_step = name == LANGUAGE and not cfg.modules[name].freeze_until
+    overlaps = cfg.optim.overlap_grad_reduce and (every_step or name != LANGUAGE)
     is_on_cpu = cfg.run.cpu_kernels and device.current().type == "cpu"
     wrapper = InPlaceGradients if is_on_cpu else FusedGradients
-    return wrapper(
+    return (InOrderReduction if overlaps and not every_step else wrapper)(
         config=config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=cfg.optim.distributed_optimizer,
-            overlap_grad_reduce=overlap and cfg.optim.overlap_grad_reduce,
-            overlap_param_gather=overlap and cfg.optim.overlap_param_gather,
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=every_step and cfg.optim.overlap_param_gather,
             check_for_nan_in_grad=False,
         ),
         module=module,

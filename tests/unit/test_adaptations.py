@@ -65,6 +65,17 @@ REASONS = [
         "assert ( param.grad is not None ), 'param.grad being None is not safe when overlap_grad_reduce is True'",
     ),
     (
+        "parallel/grad_reduction.py",
+        "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
+        "if self.per_param_grad_ready_counts == self.golden_per_param_grad_ready_counts: assert "
+        "len(self.per_param_grad_ready_counts) == len(self.params) self.start_grad_sync(",
+    ),
+    (
+        "parallel/grad_reduction.py",
+        "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
+        "if self.is_first_batch: self.start_grad_sync(force_all_reduce=force_all_reduce)",
+    ),
+    (
         "models/attention.py",
         "transformer.dot_product_attention:DotProductAttention.forward",
         "matmul_result = torch.baddbmm(",

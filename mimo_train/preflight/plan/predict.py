@@ -162,10 +162,9 @@ class Predictor:
                 continue
             modules = (*(shared if stage == 0 else ()), LANGUAGE)
             of_stage = [*(costs[name][0] for name in modules[:-1]), cost]
-            made = _stage(modules, stage, language, of_stage, following, send)
-            if cfg.optim.overlap_grad_reduce:
-                made = made._replace(gradients=max(0.0, made.gradients - made.backward))
-            stages.append(made)
+            stages.append(_stage(modules, stage, language, of_stage, following, send))
+        if cfg.optim.overlap_grad_reduce:
+            stages = [each._replace(gradients=max(0.0, each.gradients - each.backward)) for each in stages]
         return stages, microbatches
 
     def _costs_of(self, candidate: Candidate, name: str, samples: float) -> list[StageCost]:

@@ -1,7 +1,11 @@
 """Settings of single modules, precisions, and reductions that overlap with computation."""
 
+from pathlib import Path
+
 import pytest
 
+from data.demo.make import make_demo
+from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import RATE, TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.dist.steps import Steps, whole
@@ -146,22 +150,83 @@ def test_overlapped_reductions_give_the_same_numbers(precision, prose, tmp_path)
     assert max(largest_difference(plain, both)) < ORDER
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ("layout=images_dp2_language_dp2",),
-        ("layout=images_tp2_language_pp2",),
-        ("layout=two_processes", "modules.language.layout.cp=2"),
-    ],
-    ids=["dp2", "pp2", "cp2"],
-)
-def test_overlap_beside_an_encoder_gives_the_same_numbers(layout, digits, tmp_path):
-    def run(name: str, *overrides: str) -> list[tuple]:
-        cfg = config("vlm_digits", tmp_path / name, digits, *layout, "train.iters=6", *overrides)
-        return curve(train_on_ranks(cfg))
+OVERLAP = {
+    "apart": ("layout=images_dp2_language_dp2", "train.micro_batch_size=2"),
+    "together, cp": (
+        "layout=one_process",
+        "modules.images.layout.dp=2",
+        "modules.language.layout.cp=2",
+        "train.micro_batch_size=4",
+    ),
+    "packed, in stages, frozen at first": (
+        "layout=images_tp2_language_pp2",
+        "modules.images.layout={tp: 1, pp: 2, dp: 2}",
+        "modules.images.encoder.num_layers=2",
+        "modules.images.freeze_until={encoder: 2, projector: 1}",
+        "train.micro_batch_size=4",
+        "data.pack=true",
+    ),
+    "interleaved, recomputed": (
+        "layout=images_tp2_language_pp2",
+        "modules.images.layout={tp: 1, dp: 2}",
+        "modules.language.llm.num_layers=4",
+        "modules.language.layout.vpp=2",
+        "train.recompute=full",
+        "train.micro_batch_size=4",
+    ),
+}
 
-    both = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
-    assert max(largest_difference(run("plain"), run("both", *both))) < ORDER
+
+@pytest.fixture(scope="module")
+def some_text(tmp_path_factory) -> dict[bool, Path]:
+    """The digits demo with text-only samples: 3 of 10, and for packed rows, which have more samples, 7 of 10."""
+    sizes = {"train_samples": 96, "held_out_samples": 4, "shards": 1}
+    return {
+        packed: make_demo(tmp_path_factory.mktemp("text"), **sizes, text_only_fraction=0.7 if packed else 0.3)
+        for packed in (False, True)
+    }
+
+
+def _overlapped(cfg) -> tuple[list[tuple], list[int]]:
+    """Curve of a run with small buckets, and the buckets of the encoder whose reduction each step began in backward."""
+    from functools import partial
+
+    from mimo_train.models import build
+    from mimo_train.models.parameters import modules_of
+
+    build.DistributedDataParallelConfig = partial(build.DistributedDataParallelConfig, bucket_size=3000)
+    run = Steps(cfg)
+    groups = [group for chunk in modules_of(run.model).get("images", []) for group in chunk.bucket_groups]
+    config, started = run.model[0].config, []
+    finalize = config.finalize_model_grads_func
+
+    def count_and_finalize(*args, **kwargs) -> None:
+        started.append(sum(group.grad_reduce_handle is not None for group in groups))
+        finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = count_and_finalize
+    return run.train(cfg.train.iters), started if groups else []
+
+
+@pytest.mark.parametrize("case", OVERLAP)
+def test_overlap_beside_an_encoder_gives_the_same_numbers(case, some_text, tmp_path):
+    """Some ranks lack gradients of the encoder in the last microbatch or the whole step."""
+    demo = some_text["data.pack=true" in OVERLAP[case]]
+
+    def run(name: str, *overrides: str) -> tuple[list[tuple], list[tuple[int, ...]]]:
+        cfg = config(
+            "vlm_digits", tmp_path / name, demo, *OVERLAP[case], "train.iters=12", "train.global_batch_size=8",
+            *overrides,
+        )  # fmt: skip
+        curves, started = zip(*run_ranks(_overlapped, resolve(cfg).layout.world_size, cfg), strict=True)
+        return whole(curves), [*zip(*filter(None, started), strict=True)]
+
+    plain, never = run("plain")
+    overlapped, started = run("overlapped", "optim.overlap_grad_reduce=true")
+    assert max(largest_difference(plain, overlapped)) < ORDER
+    assert not any(map(any, never))
+    assert any(map(all, started)), "no step begins to reduce on all ranks in backward"
+    assert any(0 in step and any(step) for step in started), "every rank has a gradient whenever another one has"
 
 
 def _zeros(cfg) -> tuple[int | None, int, int]:
