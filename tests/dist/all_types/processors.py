@@ -199,8 +199,7 @@ def set_template(processor: Any, kind: str, media: list[str]) -> None:
         mark = MARKS[kind].replace("image", "video") if "vision" in MARKS.get(kind, "") else processor.video_token
         if kind.startswith("glm"):  # by which its classes tell frames from images
             mark = f"<|begin_of_video|>{mark}<|end_of_video|>"
-        text = "{%- elif part.type == 'text' -%}"
-        template = template.replace(text, f"{{%- elif part.type == 'video' -%}}{{{{- '{mark}' -}}}}{text}", 1)
+        template = template.replace("<|vision_start|><|video_pad|><|vision_end|>", mark)
     if kind == "molmo2":  # whose processor puts it in front of every text
         template = "{{ bos_token }}" + template
     processor.chat_template = processor.tokenizer.chat_template = template

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.tars import write_tar
 from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
-from tests.videos import make_video
+from tests.videos import frames_of, make_video
 
 PATCH = 6
 TEXT = {
@@ -46,9 +46,21 @@ SAMPLES: list[tuple[list[Any], str]] = [
     (["both?", (13, 40), (40, 90)], "yes"),
 ]
 """Parts of the question, images as (height, width), and the answer."""
+VIDEO = (13, 4, 40, 60)
+"""(frames, frames per second, height, width)."""
+CHOSEN = {"do_sample_frames": True, "fps": 2, "size": {"shortest_edge": 4 * PATCH**2, "longest_edge": 200 * PATCH**2}}
+"""Options of video processors."""
 RATE, EPSILON, DECAY, CLIP = 0.01, 1e-3, 0.1, 0.7
-NEW_TOKENS = 6
-"""Of the greedy answer to the first question."""
+NEW_TOKENS, STEPS = 6, 5
+"""Tokens of the greedy answer to the first question; steps of training."""
+
+
+def samples_of(kind: str) -> list[tuple[list[Any], str]]:
+    """Return the samples of a family: SAMPLES, for Qwen-VL with a video between images."""
+    (parts, answer), *others = SAMPLES
+    if kind.startswith("llava"):
+        return SAMPLES
+    return [([*parts[:2], " next to ", VIDEO, *parts[2:]], answer), *others]
 
 
 def image(height: int, width: int) -> Any:
@@ -91,13 +103,13 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
         _transpose_experts(folder / "model")
     _processor(folder / "model", kind, transformers)
     members: list[tuple[str, bytes]] = []
-    for number, (parts, answer) in enumerate(SAMPLES):
+    for number, (parts, answer) in enumerate(samples_of(kind)):
         messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
         members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
-        for at, (height, width) in enumerate(part for part in parts if isinstance(part, tuple)):
-            members.append((f"{number}.{at}.png", file_of((height, width))))
+        for at, part in enumerate(part for part in parts if isinstance(part, tuple)):
+            members.append((f"{number}.{at}.{'png' if len(part) == 2 else 'mp4'}", file_of(part)))
     write_tar(folder / "samples.tar", members)
-    return compute(model, folder / "model")
+    return compute(model, folder / "model", samples_of(kind))
 
 
 def _transpose_experts(folder: Path) -> None:
@@ -115,7 +127,7 @@ def made(kind: str) -> Any:
     import torch
     import transformers
 
-    torch.manual_seed(5)
+    torch.manual_seed(11)
     model = _model(kind, transformers)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -133,10 +145,19 @@ def hub_name(name: str, kind: str) -> str:
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
-def _images(parts: list[Any]) -> list[list[Any]] | None:
-    """Of one sample, as the processors take those of a batch."""
-    found = [image(*part) for part in parts if isinstance(part, tuple)]
-    return [found] if found else None
+def inputs_of(parts: list[Any], processor: Any, answer: str = "") -> Any:
+    """Return what a processor makes of a sample; without the answer, of a prompt for it."""
+    import torch
+    from transformers.video_utils import VideoMetadata
+
+    asked = processor.apply_chat_template([{"role": "user", "content": content(parts)}], add_generation_prompt=True)
+    images = [image(*part) for part in parts if isinstance(part, tuple) and len(part) == 2]
+    media: dict[str, Any] = {"images": [images]} if images else {}
+    if VIDEO in parts:
+        frames, rate, height, width = VIDEO
+        metadata = VideoMetadata(frames, fps=rate, width=width, height=height, duration=frames / rate)
+        media |= {"videos": [torch.from_numpy(frames_of(file_of(VIDEO)))], "video_metadata": [metadata]}
+    return processor(text=asked + (f"{answer}<|im_end|>\n" if answer else ""), **media, return_tensors="pt")
 
 
 def content(parts: list[Any]) -> list[dict[str, str]]:
@@ -197,7 +218,7 @@ def _processor(folder: Path, kind: str, transformers: Any) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_tokenizer(folder.parent / "tokenizer", QWEN_VL))
     config = json.loads((folder / "config.json").read_text())
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end")}
-    config |= {"image_token_id": ids["image_pad"], "video_token_id": 410}
+    config |= {"image_token_id": ids["image_pad"], "video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>")}
     config |= {f"{name}_token_id": ids[name] for name in ("vision_start", "vision_end")}
     if kind.startswith("llava"):
         config["image_token_index"] = ids["image_pad"]
@@ -208,58 +229,69 @@ def _processor(folder: Path, kind: str, transformers: Any) -> None:
     sizes = {"patch_size": PATCH, **PIXELS}
     drawn_images, videos = (
         transformers.Qwen2VLImageProcessor(**sizes),
-        transformers.Qwen2VLVideoProcessor(patch_size=PATCH),
+        transformers.Qwen2VLVideoProcessor(patch_size=PATCH, **CHOSEN),
     )
     of_family = transformers.Qwen2_5_VLProcessor
     if kind.startswith("qwen3_vl"):
         halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         drawn_images = transformers.Qwen2VLImageProcessor(**sizes, **halves)
-        videos, of_family = transformers.Qwen3VLVideoProcessor(patch_size=PATCH), transformers.Qwen3VLProcessor
+        videos = transformers.Qwen3VLVideoProcessor(patch_size=PATCH, **CHOSEN)
+        of_family = transformers.Qwen3VLProcessor
     of_family(drawn_images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(folder)
 
 
-def compute(model: Any, folder: Path) -> dict[str, Any]:
-    """Ids, positions and logits of every sample, the loss of all, gradient norm, parameters after a step of AdamW, and
-    a greedy answer."""
+def compute(model: Any, folder: Path, samples: list[tuple[list[Any], str]]) -> dict[str, Any]:
+    """Ids, positions and logits of every sample, a greedy answer, then (loss, gradient norm) of steps of AdamW with all
+    samples, and parameters after them."""
     import torch
     from transformers import AutoProcessor
 
-    processor = AutoProcessor.from_pretrained(folder)
-    model.config.image_token_id = json.loads((folder / "config.json").read_text())["image_token_id"]
+    processor, config = AutoProcessor.from_pretrained(folder), json.loads((folder / "config.json").read_text())
+    model.config.image_token_id, model.config.video_token_id = config["image_token_id"], config["video_token_id"]
     model.eval()
-    found: dict[str, Any] = {"ids": [], "positions": [], "logits": []}
-    total, count, marker = torch.zeros(()), 0, processor.tokenizer.encode("<|im_start|>assistant\n")
-    for parts, answer in SAMPLES:
-        question = [{"role": "user", "content": content(parts)}]
-        drawn_images = _images(parts)
-        prompt = processor.apply_chat_template(question, add_generation_prompt=True)
-        batch = processor(text=prompt + answer + "<|im_end|>\n", images=drawn_images, return_tensors="pt")
-        ids = batch["input_ids"]
-        if hasattr(model.model, "get_rope_index"):
-            positions, _ = model.model.get_rope_index(ids, batch["mm_token_type_ids"], batch.get("image_grid_thw"))
-            found["positions"].append(positions[:, 0].numpy())
-        logits = model(**batch).logits[0]
+    found: dict[str, Any] = {"ids": [], "positions": [], "logits": [], "curve": []}
+    batches = [inputs_of(parts, processor, answer) for parts, answer in samples]
+    names = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    for batch in batches:
+        ids = torch.where(batch["input_ids"] == config["video_token_id"], config["image_token_id"], batch["input_ids"])
         found["ids"].append(ids[0].tolist())
-        found["logits"].append(logits.detach().numpy())
-        # Learned: what is behind the last marker, but for the line break behind the end of the turn.
-        begin = max(at for at in range(ids.size(1)) if ids[0, at : at + len(marker)].tolist() == marker) + len(marker)
-        losses = torch.nn.functional.cross_entropy(logits[begin - 1 : -2], ids[0, begin:-1], reduction="sum")
-        total, count = total + losses, count + ids.size(1) - 1 - begin
-        if len(found["ids"]) == 1:
-            asked = processor(text=prompt, images=drawn_images, return_tensors="pt")
-            answered = model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False)
-            found["answer"] = answered[0, asked["input_ids"].size(1) :].tolist()
-    (total / count).backward()
-    found["loss"] = float(total.detach() / count)
-    named = {name: value for name, value in model.named_parameters() if value.grad is not None}
-    found["norm"] = float(torch.nn.utils.clip_grad_norm_(named.values(), CLIP))
-    groups = [
-        {"params": [value for value in named.values() if (value.ndim > 1) == decays], "weight_decay": decay}
-        for decays, decay in ((True, DECAY), (False, 0.0))
-    ]
-    torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPSILON).step()
-    found["after"] = {name: value.detach().numpy() for name, value in model.named_parameters()}
+        if hasattr(model.model, "get_rope_index"):
+            sizes = {name: batch[name] for name in names if name in batch}
+            found["positions"].append(model.model.get_rope_index(batch["input_ids"], **sizes)[0][:, 0].numpy())
+    asked = inputs_of(samples[0][0], processor)
+    answered = model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False)
+    found["answer"] = answered[0, asked["input_ids"].size(1) :].tolist()
+    named, optimizer = dict(model.named_parameters()), None
+    texts = [batch["input_ids"][0] for batch in batches]
+    for _ in range(STEPS):
+        model.zero_grad()
+        outputs = [model(**batch).logits[0] for batch in batches]
+        losses = [_losses(logits, ids, processor) for logits, ids in zip(outputs, texts, strict=True)]
+        loss = torch.cat(losses).mean()
+        loss.backward()
+        reached = {name: value for name, value in named.items() if value.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(reached.values(), CLIP)
+        if optimizer is None:
+            groups = [
+                {"params": [value for value in reached.values() if (value.ndim > 1) == decays], "weight_decay": decay}
+                for decays, decay in ((True, DECAY), (False, 0.0))
+            ]
+            optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPSILON)
+        optimizer.step()
+        found["curve"].append((float(loss.detach()), float(norm)))
+        if not found["logits"]:
+            found["logits"] = [logits.detach().numpy() for logits in outputs]
+    found["after"] = {name: value.detach().numpy() for name, value in named.items()}
     return found
+
+
+def _losses(logits: Any, ids: Any, processor: Any) -> Any:
+    """Return the losses of what is behind the last marker, but for the line break behind the end of the turn."""
+    import torch
+
+    marker = processor.tokenizer.encode("<|im_start|>assistant\n")
+    begin = max(at for at in range(len(ids)) if ids[at : at + len(marker)].tolist() == marker) + len(marker)
+    return torch.nn.functional.cross_entropy(logits[begin - 1 : -2], ids[begin:-1], reduction="none")
 
 
 def exported(checkpoint: Path, folder: Path) -> dict[str, Any]:
@@ -282,13 +314,7 @@ def logits_of(model: Any, folder: Path) -> list[np.ndarray]:
     import torch
     from transformers import AutoProcessor
 
-    processor, logits = AutoProcessor.from_pretrained(folder), []
-    for parts, answer in SAMPLES:
-        drawn_images = _images(parts)
-        prompt = processor.apply_chat_template(
-            [{"role": "user", "content": content(parts)}], add_generation_prompt=True
-        )
-        with torch.no_grad():
-            batch = processor(text=prompt + answer + "<|im_end|>\n", images=drawn_images, return_tensors="pt")
-            logits.append(model(**batch).logits[0].numpy())
-    return logits
+    processor = AutoProcessor.from_pretrained(folder)
+    samples = samples_of(model.config.model_type)
+    with torch.no_grad():
+        return [model(**inputs_of(parts, processor, answer)).logits[0].numpy() for parts, answer in samples]

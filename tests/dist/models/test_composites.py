@@ -17,17 +17,21 @@ from tests.dist.models.composites import (
     NEW_TOKENS,
     RATE,
     SAMPLES,
+    STEPS,
     content,
     exported,
     file_of,
     hub_name,
     make,
+    samples_of,
 )
 from tests.dist.ranks import run_ranks
 from tests.dist.steps import Steps, whole
 
 BOUND = 1e-5
 """Largest difference, of the largest value that is expected."""
+LATER_BOUND = 1e-4
+"""As BOUND, of gradient norms after the first step: rounding errors of a step move all that follow."""
 ONE = ("layout=one_process", "train.micro_batch_size=1")
 """One sample in a microbatch, as where answers are decoded."""
 APART = "layout=two_processes"
@@ -116,14 +120,16 @@ def trained(request, published, tmp_path_factory) -> Trained:
     kind, layout = request.param
     folder, expected = published(kind)
     cfg = composed(folder, tmp_path_factory.mktemp("run"), *LAYOUTS[kind][layout])
-    return Trained(kind, layout, folder, expected, run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg))
+    question = samples_of(kind)[0][0]
+    ranks = run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg, question)
+    return Trained(kind, layout, folder, expected, ranks)
 
 
 def composed(folder: Path, run_dir: Path, *overrides: str, name: str = "vlm_digits"):
     values = {
         "run.dir": run_dir, "pretrained": folder / "model", "data.shards": folder / "samples.tar", "data.demo": "",
         "data.validation_shards": "", "data.shuffle": "false", "data.sequence_length": 240, "data.workers": 0,
-        "train.iters": 1, "train.global_batch_size": len(SAMPLES), "train.micro_batch_size": 2,
+        "train.iters": STEPS, "train.global_batch_size": len(SAMPLES), "train.micro_batch_size": 2,
         "train.eval_interval": 0, "optim.lr": RATE, "optim.min_lr": RATE, "optim.warmup_iters": 0,
         "optim.decay": "constant", "optim.eps": EPSILON, "optim.weight_decay": DECAY,
         "optim.clip_grad": CLIP, "optim.beta1": 0.9,
@@ -133,8 +139,8 @@ def composed(folder: Path, run_dir: Path, *overrides: str, name: str = "vlm_digi
 
 
 def train(cfg, question: list = SAMPLES[0][0]) -> dict:
-    """On a rank: logits of all samples, ids and positions, then a step with its loss and gradient norm; with
-    checkpoints before and behind it."""
+    """On a rank: logits of all samples, ids and positions, then (loss, gradient norm) of all steps; with checkpoints
+    before and behind them."""
     import torch
 
     from mimo_train.estimate.parameters import embedding_rows, module_parameters
@@ -223,9 +229,9 @@ def test_logits_losses_and_gradients_are_those_of_transformers(trained):
     logits = np.concatenate([last[at] for at in sorted(last)], axis=-1)
     for number, theirs in enumerate(expected["logits"]):
         assert _difference(logits[number, : len(theirs), : theirs.shape[1]], theirs) < BOUND, number
-    ((_, loss, norm),) = whole([rank["curve"] for rank in ranks])
-    assert loss == pytest.approx(expected["loss"], rel=BOUND)
-    assert norm == pytest.approx(expected["norm"], rel=BOUND)
+    curve = [point for _, *point in whole([rank["curve"] for rank in ranks])]
+    differences = np.abs(np.array(curve) / expected["curve"] - 1)
+    assert (differences < (BOUND, LATER_BOUND)).all() and differences[0].max() < BOUND
 
 
 @on()
@@ -262,7 +268,7 @@ def test_what_comes_in_goes_out_bit_for_bit_and_what_was_learned_as_transformers
             assert (ours == theirs).all()
         return
     for name, value in expected["after"].items():
-        assert np.abs(found["parameters"][name] - value).max() < 1e-3 * RATE, name
+        assert np.abs(found["parameters"][name] - value).max() < 1e-2 * RATE, name
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:

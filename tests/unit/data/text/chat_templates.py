@@ -119,6 +119,7 @@ QWEN_VL = """
   {%- else -%}
     {%- for part in message.content -%}
       {%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+      {%- elif part.type == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
       {%- elif part.type == 'audio' -%}{{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}
       {%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}
     {%- endfor -%}
@@ -147,6 +148,7 @@ SPECIAL = {
 }
 SPECIAL |= dict.fromkeys([TOOLS, QWEN3], SPECIAL[CHATML])
 VISION = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"]
+VISION.append("<|video_pad|>")
 SPECIAL[QWEN_VL] = [*SPECIAL[CHATML], *VISION]
 
 ENDS = {LLAMA: "<|eot_id|>", GEMMA: "<eos>", LLAVA: "</s>"}
