@@ -5,10 +5,13 @@ width in pixels, number of frames, and numerator and denominator of its frames p
 import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from copy import copy
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
+from transformers.image_utils import SizeDict
+from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from encoders.errors import EncoderError
@@ -24,6 +27,8 @@ EXAMPLE: Extent = (64, 96, 600, 30, 1)
 """Extent of a video with which the choice of frames is tried."""
 SMALL: Extent = (64, 96, 2, 2, 1)
 """As EXAMPLE, for the text."""
+RESIZED: tuple[Extent, ...] = ((60, 100, 6, 2, 1), (720, 1270, 4, 2, 1))
+"""Extents of videos that are enlarged and reduced, with which resizing is tried."""
 SIZE_TENSORS = "video_grid_thw", "second_per_grid_ts", "video_second_per_grid", "target_sizes_videos"
 """Values of processors with the sizes of videos and their seconds per grid, on which positions depend."""
 NUMBERS = "_prepend_local_ids"
@@ -58,13 +63,21 @@ class VideoProcessor:
         part, mark = getattr(processor, "video_processor", None), getattr(processor, "video_token", None)
         if part is None or mark is None:
             raise EncoderError(f"{type(processor).__name__} reads no videos")
-        self._images, self._processor, self._part = images, processor, part
         self.mark = str(mark)
         known = part.valid_kwargs.__annotations__.keys() - _CALL_OPTIONS
         if unknown := options.keys() - known:
             raise EncoderError(
                 f"{type(part).__name__} has no option {sorted(unknown)[0]}. It has {', '.join(sorted(known))}"
             )
+        # As attributes too, like those of a file: Qwen3-VL ignores `max_frames` in a call (transformers 5.23).
+        if options:
+            try:
+                part = type(part).from_dict(part.to_dict(), **options)
+            except Exception as error:  # of many classes
+                raise EncoderError(f"{type(part).__name__} rejects options {dict(options)}: {error}") from error
+            processor = copy(processor)
+            processor.video_processor = part
+        self._images, self._processor, self._part = images, processor, part
         merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
         given = {name: value for name, value in merged["videos_kwargs"].items() if value is not None} | {**options}
         if "use_token_compression" in known:  # the number of tokens would depend on pixels
@@ -104,7 +117,7 @@ class VideoProcessor:
         Raises:
             EncoderError: its text is not that of its extent.
         """
-        inputs, text = self._process(torch.stack([*frames]), extent)
+        inputs, text = self._process_each(frames, extent)
         expected, ids = self._of_extent(*extent)[0], text[1]
         if text != expected:
             raise EncoderError(
@@ -141,7 +154,7 @@ class VideoProcessor:
     def frame_pairs(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> torch.Tensor:
         """Return the resized frames of `read`, as the tower of Qwen-VL joins them, uint8 [times, frames of a patch, 3,
         height, width]."""
-        inputs, _ = self._process(torch.stack([*frames]), extent, do_rescale=False, do_normalize=False)
+        inputs, _ = self._process_each(frames, extent, do_rescale=False, do_normalize=False)
         times, rows, columns = inputs["video_grid_thw"][0].tolist()
         merge, side, frames_of_patch = self.merge, self._part.patch_size, self._part.temporal_patch_size
         squares = (times, rows // merge, columns // merge, merge, merge, 3, frames_of_patch, side, side)
@@ -182,6 +195,40 @@ class VideoProcessor:
                 return list(range(frames))
             reason = " ".join(str(error).split())
             raise EncoderError(f"{type(part).__name__} chooses no frames of {frames}: {reason}") from error
+
+    def _process_each(
+        self, frames: Iterable[torch.Tensor], extent: Sequence[int], **further: bool
+    ) -> tuple[dict[str, Any], Text]:
+        """Return `_process` of frames that are resized one at a time if the processor allows it: all frames of a long
+        video at their original size take gigabytes."""
+        if not self._resizes_frames:
+            return self._process(torch.stack([*frames]), extent, **further)
+        return self._process(self._resized(frames, extent), extent, do_resize=False, **further)
+
+    def _resized(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> torch.Tensor:
+        """Return frames in the size of the grid of their video, uint8 [frames, 3, height, width]."""
+        _, rows, columns = self.sizes(*extent)["video_grid_thw"][0].tolist()
+        side, resample = self._part.patch_size, self.options.get("resample", self._part.resample)
+        size = SizeDict(height=rows * side, width=columns * side)
+        return torch.cat(
+            [BaseVideoProcessor.resize(self._part, frame[None].contiguous(), size, resample) for frame in frames]
+        )
+
+    @cached_property
+    def _resizes_frames(self) -> bool:
+        """True if the processor makes the same of frames that `_resized` has resized."""
+        random = torch.Generator().manual_seed(1)
+        try:
+            for extent in RESIZED:
+                shape = len(self.frames(*extent)), 3, *extent[:2]
+                frames = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+                expected, _ = self._process(frames, extent)
+                inputs, _ = self._process(self._resized(frames, extent), extent, do_resize=False)
+                if not all(torch.as_tensor(inputs[name]).equal(torch.as_tensor(expected[name])) for name in expected):
+                    return False
+        except Exception:  # of many classes: it has no grid, or does not resize by `BaseVideoProcessor.resize`
+            return False
+        return True
 
     def _process(self, frames: torch.Tensor, extent: Sequence[int], **further: bool) -> tuple[dict[str, Any], Text]:
         metadata = _metadata(extent)

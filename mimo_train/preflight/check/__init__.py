@@ -66,7 +66,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
         without_data: skip tokenizer, weights and shards. The vocabulary is that of the language model's config.
     """
     from mimo_train.estimate.parameters import embedding_rows, vocabulary_faults
-    from mimo_train.preflight.check import resuming, tables
+    from mimo_train.preflight.check import media, resuming, tables
     from mimo_train.preflight.check.data import add_data, build_tokenizer
     from mimo_train.preflight.check.shards import Seen
     from mimo_train.preflight.check.teacher import add_teacher
@@ -85,7 +85,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
         tables.add_modules(report, cfg, layout, vocab)
         if layout:
             tables.add_ranks(report, cfg, layout)
-        tables.add_media(report, cfg)
+        media.add_media(report, cfg)
         if not without_data:
             seen = add_data(report, cfg, tokenizer)
         if run and seen.steps is not None:

@@ -214,25 +214,6 @@ def add_batch(report: Report, run: Run) -> None:
     report.warnings += warm_up_warnings(cfg)
 
 
-def add_media(report: Report, cfg: ConfigContainer) -> None:
-    """Add the tokens of one image and one audio item, for each encoder."""
-    for medium in dict.fromkeys(module.encoder.medium for module in cfg.encoders.values()):
-        rows = []
-        for name, module in cfg.encoders.items():
-            if module.encoder.medium == medium:
-                read_as, patches, tokens = module.encoder.describe_input(module.projector.merge)
-                tokens = str(module.projector.latents or tokens)
-                rows.append(
-                    (name, read_as, patches, f"{module.projector.merge}", f"{tokens} of {cfg.data.sequence_length}")
-                )
-        inside = "patches" if medium == "image" else "frames"
-        header = ("module", "read as", inside, "merge", "tokens of data.sequence_length")
-        report.tables.append(Table(f"One {medium}", header, rows))
-    for name, module in cfg.encoders.items():
-        if isinstance(module.encoder, PlainSpec):
-            report.warnings += [f"modules.{name}.encoder: {note}" for note in module.encoder.notes()]
-
-
 def _processes(layout: RunLayout) -> str:
     idle = layout.processes[-1] + 1 - layout.world_size
     return f"{layout.world_size}" + (f", and {idle} idle" if idle else "")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -20,6 +21,13 @@ SMALL = {"size": {"shortest_edge": 4096, "longest_edge": 2**16}, "max_frames": 1
 TOTAL = {"size": {"shortest_edge": 4096, "longest_edge": 2**20}, "max_frames": 16}
 KINDS = {"qwen2_vl": SMALL, "qwen3_vl": TOTAL} | ({"qwen2_5_vl": SMALL, "glm46v": {}} if ALL else {})
 """Types: pixels by the class, times in the text, seconds in positions, text around frames; options of the processor."""
+DEFAULT = "modules.images.encoder.video and default fps=2.0"
+MINUTES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("16", DEFAULT, "576 of 20000")),
+    "qwen3_vl": ("16", "modules.images.encoder.video", "480 of 20000"),
+    "glm46v": ("120", "the model's processor", "27840 of 20000"),
+}
+"""What `check` says of a minute of video: frames, by which they are chosen, tokens."""
 LONG = "4 hours"
 FEW = ("minicpmv4_7", "qwen2_5_vl", "qwen3_vl")
 """Types that always run: positions by the class and tiles, seconds in positions, features of several layers."""
@@ -72,6 +80,8 @@ def _compare(kind, folder, videos, frames, options):
     from transformers.video_utils import VideoMetadata
 
     from mimo_train.inputs.datasets import shard_dataset, tokenizer_of, training_sources
+    from mimo_train.preflight.check.media import add_media
+    from mimo_train.preflight.check.report import Report
 
     folder.mkdir()
     make(kind, folder, videos=True)
@@ -86,9 +96,15 @@ def _compare(kind, folder, videos, frames, options):
     overrides = (f"modules.images.encoder.video={json.dumps(options)}", "data.bounds.seconds=20000")
     cfg = composed(folder, "video", "data.sequence_length=20000", *overrides)
     tokenizer, encoder = tokenizer_of(cfg), cfg.modules["images"].encoder
-    dataset = shard_dataset(cfg, tokenizer, training_sources(cfg))
+    dataset, report = shard_dataset(cfg, tokenizer, training_sources(cfg)), Report()
+    add_media(report, cfg)
+    assert report.tables[-1].rows == [("images", *MINUTES[kind])]
     processor = AutoProcessor.from_pretrained(folder / "model")
+    part = processor.video_processor
+    processor.video_processor = type(part).from_dict(part.to_dict(), **options)
     text, reader, pad = processor.apply_chat_template(messages), encoder.videos(), tokenizer.placeholder_id("<image>")
+    for extent in ((300, 500, 8, 2, 1), (20, 30, 8, 2, 1)):
+        _resized_one_at_a_time(reader, extent)
     for number, name in enumerate(videos):
         every, rate = frames[name]
         if len(every) == 1:  # of which the processors of Qwen-VL take none
@@ -98,7 +114,7 @@ def _compare(kind, folder, videos, frames, options):
             total_num_frames=count, fps=rate, height=height, width=width, duration=count / rate,
             frames_indices=[0, 0],
         )  # fmt: skip
-        how = {**reader.sampling, **options, "video_metadata": [metadata], "return_metadata": True}
+        how = {**reader.sampling, "video_metadata": [metadata], "return_metadata": True}
         how |= {"do_sample_frames": not name.startswith("one frame"), "return_mm_token_type_ids": True}
         batch = processor(text=[text], videos=[every], return_tensors="pt", **how)
         sample, bad = dataset.read_text(number)
@@ -113,6 +129,23 @@ def _compare(kind, folder, videos, frames, options):
         ((item,), bad) = dataset.read_media(number, "images")
         assert bad is None and item["pixel_values_videos"].equal(batch["pixel_values_videos"]), (kind, name)
         assert item["video_grid_thw"].equal(batch["video_grid_thw"]), (kind, name)
+
+
+def _resized_one_at_a_time(reader, extent):
+    frames = torch.randint(0, 256, (len(reader.frames(*extent)), 3, *extent[:2]), dtype=torch.uint8)
+    originals = []
+
+    def decoded():
+        for frame in frames:
+            assert sum(original() is not None for original in originals) < 2, "frames stay at their original size"
+            frame = frame.clone()
+            originals.append(weakref.ref(frame))
+            yield frame
+
+    expected, _ = reader._process(frames, extent)
+    found = reader.read(decoded(), extent)
+    assert len(originals) == len(frames) > 2
+    assert all(found[name].equal(value) for name, value in expected.items())
 
 
 def _positions(folder, batch):
