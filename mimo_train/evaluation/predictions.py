@@ -212,11 +212,12 @@ def shown_media(
 
 
 def _png(image: torch.Tensor) -> str:
-    """Encode uint8 or float32 [3, height, width], or the first of tiles [tiles, 3, height, width], as base64 PNG."""
+    """Encode uint8 or float32 [3, height, width] as base64 PNG: the first of tiles [tiles, 3, height, width], the first
+    frame of a pair of a video [6, height, width]."""
     from PIL import Image
 
     buffer = io.BytesIO()
-    image = image[0] if image.ndim == 4 else image
+    image = (image[0] if image.ndim == 4 else image)[:3]
     if image.is_floating_point():
         image = image.round().clamp(0, 255).to(torch.uint8)
     Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, format="PNG")

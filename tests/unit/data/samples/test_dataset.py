@@ -225,6 +225,8 @@ def test_pixels_that_are_not_rounded_are_float32_in_stand_ins_and_reports_too(da
     assert blank.dtype == torch.float32 and not blank.any()
     shown = Image.open(io.BytesIO(base64.b64decode(shown_media(data[1], 0)["images"][0])))
     assert np.array_equal(np.asarray(shown), exact.round().to(torch.uint8).permute(1, 2, 0).numpy())
+    two_frames = {"images": [torch.cat([exact, blank])]}
+    assert shown_media(data[1], 0, two_frames)["images"] == shown_media(data[1], 0)["images"]
 
 
 def test_the_first_bad_sample_ends_a_run_without_a_budget(damaged):
