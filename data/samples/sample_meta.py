@@ -198,7 +198,10 @@ class SampleTable:
         needed = sum(map(sum, tokens.values()))
         if needed > self._sequence_length:
             bound = f"data.sequence_length is {self._sequence_length}"
-            return {}, f"its media alone need {needed} tokens, but {bound}. Raise it, or use smaller media"
+            return (
+                {},
+                f"its media alone need {needed} tokens, but {bound}. Raise it, or use smaller media or fewer frames",
+            )
         return tokens, None
 
     def step(

@@ -25,7 +25,7 @@ class VideoKeys:
     """Id of the tokens that features replace."""
     reads_videos: bool = False
     """The model reads videos as such: frames that its processor chooses, with their times. False: as images."""
-    video: dict[str, Any] = key(factory=dict)
+    video: dict[str, Any] = key(factory=dict, above=0)
     """Options of the model's video processor, such as `{fps: 2, max_frames: 64}`. See docs/data.md#videos."""
 
     if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class VideoKeys:
         """Return the config errors of these keys."""
         if self.video and not self.reads_videos:
             return [("video", "is set, and the model reads videos as images: set data.video instead")]
+        if self.reads_videos and not self.path:
+            return [("reads_videos", "is true, and path is empty: only the processor of a directory reads videos")]
         try:
             if self.reads_videos:
                 self.videos()
