@@ -84,16 +84,17 @@ class VideoHeader(NamedTuple):
 
 
 def parse_extent(kind: str, read: ReadRange, size: int) -> tuple[int, int] | None:
-    """Return the extent of a file of `size` bytes; None without a readable header.
+    """Return the extent of a file of `size` bytes; None for an image or audio without a readable header.
 
     It is (height, width) of an image or video, (samples per channel, samples per second) of audio.
 
     Raises:
+        DecodeError: a video has no readable header.
         MissingLibrary: the extra that reads this type of file is not installed.
     """
     if kind == "audio":
         return parse_audio_header(read(size, 0))
-    header = parse_video_header(read, size) if kind == "video" else parse_header(read, size)
+    header = read_video_header(read, size) if kind == "video" else parse_header(read, size)
     return None if header is None else (header.height, header.width)
 
 

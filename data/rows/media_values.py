@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from data.errors import RecordError
+from data.errors import DecodeError, RecordError
 from data.media.headers import extension_of, parse_extent, parse_extent_bytes
 from data.media.options import BOUNDS
 from data.records.conversation import PART_KINDS
@@ -74,7 +74,7 @@ class MediaItem(NamedTuple):
     """The typed part or object with the item, which may select a segment."""
 
     def extent(self) -> tuple[int, int] | None:
-        """Read the extent, see `data.media.headers.parse_extent`. Raises OSError."""
+        """Read the extent, see `data.media.headers.parse_extent`. Raises DecodeError or OSError."""
         content = self.content
         if self.known_extent is not None:
             return self.known_extent
@@ -88,7 +88,10 @@ class MediaItem(NamedTuple):
 
     def require_extent(self, where: str) -> None:
         """Raise RecordError if it has no readable header or exceeds the default bounds."""
-        extent = self.extent()
+        try:
+            extent = self.extent()
+        except DecodeError as error:
+            raise RecordError(f"{where}: {shown(self.name)}: {error}") from error
         if extent is None or 0 in extent:
             cut = "" if self.kind == "image" else ", or is cut off"
             raise RecordError(f"{where}: {shown(self.name)} has no readable {self.kind} header{cut}")

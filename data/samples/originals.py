@@ -1,9 +1,12 @@
 """A sample as its record has it: the conversation, and the media before they are fitted to a module."""
 
+from collections import deque
+
 from data.media.decode import decode_image_file
-from data.media.video import decode_video
+from data.media.video import decode_frames, decode_video
 from data.records.conversation import Conversation
 from data.samples.media_spec import MediaInput
+from data.samples.sample_meta import extent_of
 from data.samples.shard_dataset import ShardDataset
 
 
@@ -13,9 +16,11 @@ def read_conversation(dataset: ShardDataset, number: int) -> Conversation:
 
 
 def read_originals(dataset: ShardDataset, number: int) -> dict[str, list[MediaInput | bytes]]:
-    """Return by kind the media at the places of a sample's conversation: images, frames of videos too, as uint8
-    [3, H, W] in their own size, and audio files. Raises SampleError if one is bad."""
+    """Return by kind the media at the places of a sample's conversation: images, also frames of videos that are read as
+    images, as uint8 [3, H, W] in their own size; audio files, and other video files. Raises SampleError if one is
+    bad."""
     meta, media = dataset.meta(number), dict[str, list[MediaInput | bytes]]()
+    chosen = next((module.video_frames for module in dataset.modules if module.video_frames), None)
     for kind, members in meta.members.items():
         items = media.setdefault(kind, [])
         for member in members:
@@ -24,6 +29,9 @@ def read_originals(dataset: ShardDataset, number: int) -> dict[str, list[MediaIn
             raw = dataset.read_member(meta, member)
             if member.frame is not None:
                 items += decode_video(raw, member.frame.of, dataset.bounds)
+            elif member.kind == "video" and chosen is not None:
+                deque(decode_frames(raw, chosen(*extent_of(member)), dataset.bounds), maxlen=0)  # damaged ones are bad
+                media.setdefault("video", []).append(raw)
             else:
                 items.append(raw if kind == "audio" else decode_image_file(raw, dataset.bounds, dataset.background))
     return media

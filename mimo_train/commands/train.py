@@ -208,7 +208,9 @@ def _try_it(run: "Run") -> str:
     prompt, media = "Hello", ""
     if sample is not None:
         prompt = (sample["question"] or sample["truth"][:20]).strip()
-        for option, field, extension in (("--image", "images", "png"), ("--audio", "clips", "wav")):
+        # Images are the frames of videos.
+        visuals = ("--video", "videos", "mp4") if sample.get("videos") else ("--image", "images", "png")
+        for option, field, extension in (visuals, ("--audio", "clips", "wav")):
             for at, content in enumerate(sample.get(field, [])):
                 file = run_dir / f"held_out{at or ''}.{extension}"
                 file.write_bytes(base64.b64decode(content))

@@ -171,6 +171,8 @@ def _write(path: Path, text: str) -> None:
 
 SHOWN_SECONDS = 10
 """Longest audio clip in the report."""
+SHOWN_FRAMES = 32
+"""Most frames of a sample's videos in the report."""
 SHOWN_VIDEO_BYTES = 1 << 18
 """Most bytes of a sample's videos in the report; the frames of larger ones are shown alone."""
 
@@ -196,10 +198,12 @@ def shown_media(
         inputs[name], bad_media = (media[name], None) if media else dataset.read_media(number, name)
         bad = bad or bad_media
     if module := first.get("image"):
-        shown["images"] = [_png(image) for image in inputs[module] if isinstance(image, torch.Tensor)]
+        images = [image for image in inputs[module] if isinstance(image, torch.Tensor)]
         if bad is None and isinstance(dataset, ShardDataset):
             videos = read_videos(dataset, number, SHOWN_VIDEO_BYTES)
             shown["videos"] = [base64.b64encode(video).decode() for video in videos]
+            images = images[:SHOWN_FRAMES] if dataset.meta(number).counts.get("video") else images
+        shown["images"] = [_png(image) for image in images]
     if module := first.get("audio"):
         sizes = dataset.input_sizes(number, module)
         clips = zip(inputs[module], sizes, strict=True)

@@ -27,7 +27,7 @@ def local_task(samples: ShardDataset, count: int) -> ConfigurableMessagesTask:
     """Return a task with a document for each learned turn of the first `count` samples, after the true turns before.
 
     Its metrics are `exact_match`, the share of samples whose turns all have the true text, and `turn_exact_match`.
-    Images are those of the shards; a video is a series of images, as in training.
+    Images are those of the shards; a video is a file or a series of images, as in training.
 
     Raises:
         TooManyBadSamples: more samples are bad than `data.max_bad_samples` allows.

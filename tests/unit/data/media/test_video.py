@@ -5,12 +5,13 @@ import json
 import random
 import struct
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from data.errors import DecodeError, MissingLibrary
+from data.errors import DataError, DecodeError, MissingLibrary
 from data.index.indexing import build_index
 from data.media import video
 from data.media.headers import parse_video_header_bytes
@@ -18,6 +19,7 @@ from data.media.options import Bounds
 from data.media.video import decode_frames, decode_video
 from data.records.members import read_fields
 from data.samples.media_spec import Sampling
+from data.samples.originals import read_originals
 from mimo_train.cli import main
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_image, images, media_of
@@ -204,6 +206,47 @@ TYPED = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "q"}]},
     {"role": "assistant", "content": "a"},
 ]
+
+
+def test_a_video_may_be_one_item(dataset, tmp_path):
+    """As models' processors read them: frames of their choice, and text from the extent alone."""
+
+    def text(*extent_and_number):
+        *extent, number = extent_and_number
+        return (f"{extent[2] / extent[3]:g} s", [pad] * tokens(*extent), "") if len(extent) > 2 else ("", [pad] * 4, "")
+
+    def tokens(*extent):
+        return 6 if len(extent) > 2 else 4
+
+    def read(frames, extent):
+        return [{"frames": torch.stack([*frames]), "extent": extent}]
+
+    pad = 262
+    media = replace(
+        images(), sequence_tokens=tokens, size=lambda *extent: extent, text=text, read_video=read,
+        video_frames=lambda *extent: [0, extent[2] - 1], identity="a",
+    )  # fmt: skip
+    still, film = encode_image(20, 30, "PNG", value=7), make_video()
+    members = [
+        ("a.0.png", still), ("a.1.mp4", film), ("a.json", chat("see <image> and <video>?", "a")),
+        ("b.mp4", film[:900]), ("b.json", chat("<video>q", "a")),
+    ]  # fmt: skip
+    data = dataset(write_tar(tmp_path / "s.tar", members), [media], 60, shuffle=False, max_bad_samples=1)
+    assert data.tokenizer.placeholder_id("<image>") == pad
+    sample, bad = data.read_text(0)
+    ids = sample.input_ids.tolist()
+    assert bad is None and bytes(token for token in ids if token < 256).decode().count("3 s") == 1
+    assert ids.count(pad) == 10 == data.token_counts(0)["images"]
+    assert data.plan_step(0, 2).tokens["images"].tolist() == [10, 0]
+    (image, item), bad = data.read_media(0, "images")
+    assert bad is None and brightness(item["frames"]) == [0, 29] and item["extent"] == (48, 64, 30, 10, 1)
+    assert data.input_sizes(0, "images") == [(20, 30), (48, 64, 30, 10, 1)]
+    originals = read_originals(data, 0)
+    assert originals["video"] == [film] and [*originals["image"][0].shape] == [3, 20, 30]
+    assert "cut off" in data.read_text(1)[1].reason
+    other = replace(images(), module="details", placeholder="<image:details>")
+    with pytest.raises(DataError, match="modules.images reads videos as such, and modules.details as images"):
+        dataset(tmp_path / "s.tar", [media, other])
 
 
 @pytest.mark.parametrize(
