@@ -253,11 +253,19 @@ class MediaHalf(torch.nn.Module):
             with torch.random.fork_rng(devices=()), torch.enable_grad():
                 try:
                     waiting, seen = [self._features([item]).grad_fn], set()
-                except (RuntimeError, IndexError) as error:
+                except (RuntimeError, IndexError, EncoderError) as error:
+                    made = f"that its processor made ({' '.join(str(error).split())})"
+                    if "medium" in item:
+                        warnings.warn(
+                            f"{spec.path}: {type(self.model).__name__} cannot compute a video {made}. Set "
+                            "encoder.reads_videos=false to read frames as images",
+                            stacklevel=2,
+                        )
+                        continue
                     raise EncoderError(
-                        f"{spec.path}: {type(self.model).__name__} cannot compute an item that its processor made "
-                        f"({' '.join(str(error).split())}). config.json, weights and processor differ: `mimo-train "
-                        "check` compares the shapes of tensors. Copy the directory again"
+                        f"{spec.path}: {type(self.model).__name__} cannot compute an item {made}. config.json, weights "
+                        "and processor differ: `mimo-train check` compares the shapes of tensors. Copy the directory "
+                        "again"
                     ) from error
             while waiting:
                 node = waiting.pop()

@@ -13,7 +13,7 @@ from mimo_train.config.schema_data import DataConfig
 from mimo_train.config.schema_distill import DISTILL, SFT, DistillConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.config.schema_optim import OF_WHOLE_MATRICES, OptimConfig
+from mimo_train.config.schema_optim import OF_WHOLE_MATRICES, ModuleOptimConfig, OptimConfig
 from mimo_train.config.schema_run import LaunchConfig, PlacementConfig, RunConfig
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.config.tasks import TASKS, PreferenceConfig, TaskTraits
@@ -116,6 +116,9 @@ class ConfigContainer(Section):
         yield from self.run.faults(self.checkpoint.resume)
         for name, module in self.modules.items():
             yield from module.faults(name, self.optim)
+            if module.optim != ModuleOptimConfig() and {*parts_of(name)} <= {*module.freeze} and not module.lora.rank:
+                text = "is set, but every part of the module is frozen. Remove it, or train a part"
+                yield Fault(f"modules.{name}.optim", text)
             if module.lora.adapter and self.checkpoint.weights:
                 yield Fault(
                     f"modules.{name}.lora.adapter",

@@ -13,8 +13,8 @@ from tests.dist.models.test_language_options import BIASES, DELTA, EXPERTS, LATE
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
-NAMES = {"name", "family"}
-"""What says nothing of the model, or picks its code."""
+NAMES = {"name", "family", "path", "pad"}
+"""What says nothing of the model, or picks its code; and how the directory of Qwen-VL reads videos."""
 DOCUMENTED = {"max_positions"}
 """Read by the checks of a run alone, as its description says."""
 TINY = {"hidden_size": 24, "num_layers": 2, "num_attention_heads": 2, "ffn_hidden_size": 20}

@@ -107,7 +107,10 @@ def test_videos_are_sampled_by_default_as_the_data_package_does():
 def test_a_run_with_everything_frozen_has_nothing_to_train():
     frozen = {"modules.images.freeze": ["encoder", "projector"], "modules.language.freeze": ["llm"]}
     assert [fault.key for fault in config_faults(changed(frozen))] == ["modules.language.freeze"]
-    assert config_faults(changed({"modules.images.freeze": frozen["modules.images.freeze"]})) == []
+    one = {"modules.images.freeze": frozen["modules.images.freeze"]}
+    assert config_faults(changed(one)) == []
+    (fault,) = config_faults(changed(one | {"modules.images.optim.ema": 0.9}))
+    assert fault.key == "modules.images.optim" and "every part of the module is frozen" in fault.message
 
 
 def test_what_a_module_computes_again_is_one_of_the_runs_choices():

@@ -22,7 +22,8 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 
 def test_layers_with_adapters_or_windows_are_of_torch_where_transformer_engine_is():
     """Its linear layers take no adapters. It is not installed here: to ask for its layers would fail."""
-    for options in ({"lora": LoraConfig(rank=2)}, {"lora": LoraConfig(), "full_attention": [0]}):
+    of_torch = {"lora": LoraConfig(), "recompute": "none"}
+    for options in (of_torch | {"lora": LoraConfig(rank=2)}, of_torch | {"full_attention": [0]}):
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, persist_layer_norm=False)
         for name, value in options.items():
             setattr(config, name, value)

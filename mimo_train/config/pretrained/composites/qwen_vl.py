@@ -60,7 +60,9 @@ def video_keys(folder: Path, pad: int, has_tokenizer: bool) -> dict[str, Any]:
     they are images."""
     from encoders.transformers_media.videos import reads_videos
 
-    return {"path": str(folder), "pad": pad, "reads_videos": has_tokenizer and reads_videos(str(folder), pad)}
+    if not has_tokenizer or not reads_videos(str(folder), pad):
+        return {}
+    return {"path": str(folder), "pad": pad, "reads_videos": True}
 
 
 def _pad_id(config: Mapping[str, Any]) -> int:

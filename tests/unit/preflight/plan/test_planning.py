@@ -55,7 +55,7 @@ def test_tensor_parallel_ranks_repeat_the_matmuls_of_muon():
         cfg = load("gpt_tiny")
         cfg.train.precision, cfg.optim.name = "bf16", name
         costs = Costs({"none": cfg}, ROWS, {}, links)
-        (stage,) = costs.language(LayoutConfig(**sizes), 1, "none", distributed_optimizer=True)
+        (stage,) = costs.language(LayoutConfig(**sizes), 1, "none", offload=False, distributed_optimizer=True)
         return stage.update
 
     llm = load("gpt_tiny").llm
