@@ -123,7 +123,8 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
     before, after = tensors(folder / "model"), tensors(tmp_path / "out")
     assert after.keys() == before.keys()
     assert all(value.tobytes() == after[name].tobytes() for name, value in before.items())
-    assert all((ours == theirs).all() for ours, theirs in zip(found["logits"], expected["logits"], strict=True))
+    for ours, theirs in zip(found["logits"], expected["logits"], strict=True):
+        assert np.abs(ours - theirs).max() < 1e-6 * np.abs(theirs).max()
     files = {file.name for file in (folder / "model").iterdir() if "safetensors" not in file.name}
     assert files <= {file.name for file in (tmp_path / "out").iterdir()}
 

@@ -117,6 +117,8 @@ def _other(key: str, value: Any) -> Any:
         return not value
     if isinstance(value, str):
         return "none"
+    if isinstance(value, dict):
+        return {"fps": 1}
     return [0] if isinstance(value, list) else value + 1
 
 
