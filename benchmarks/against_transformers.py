@@ -76,6 +76,7 @@ def sizes(tower: tuple[int, int, int], language: tuple[int, int, int, int], *mor
     values |= {f"{encoder}.ffn_hidden_size": 4 * width, f"{encoder}.init_std": 0.03, f"{encoder}.image_size": 64}
     layers, width, heads, inner = language
     values |= {f"{llm}.num_layers": layers, f"{llm}.hidden_size": width, f"{llm}.num_attention_heads": heads}
+    values[f"{llm}.num_query_groups"] = heads
     values |= {f"{llm}.ffn_hidden_size": inner, f"{llm}.init_std": 0.03}
     return ("layout=one_process", *(f"{key}={value}" for key, value in values.items()), *more)
 
