@@ -2,7 +2,7 @@
 
 Special tokens, such as `<|vision_start|><|image_pad|><|vision_end|>`, always stand for media. Ambiguous markers, such
 as `[IMG]`, stand for media only in a question, and only if the record then has as many markers as members. `<image>`
-stands for a video in a sample with videos and no image, as in LLaVA-Video-178K.
+marks a video in a sample with videos and no image, as in LLaVA-Video-178K.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from data.text_format import SampleKey, shown
 _VIDEO = -2  # kind of a video among the images
 _PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LENGTHS_VERSION = 10
+_LENGTHS_VERSION = 11
 """Raise it if the same texts get other lengths."""
 
 Measured = tuple[tuple[int, int, int], ...]

@@ -32,7 +32,7 @@ RESIZED: tuple[Extent, ...] = ((60, 100, 6, 2, 1), (720, 1270, 4, 2, 1))
 SIZE_TENSORS = "video_grid_thw", "second_per_grid_ts", "video_second_per_grid", "target_sizes_videos"
 """Values of processors with the sizes of videos and their seconds per grid, on which positions depend."""
 NUMBERS = "_prepend_local_ids"
-"""Method of processors that number the images of a text, and some likewise its videos (MiniCPM)."""
+"""Method of processors that number the images of a text, and some its videos too (MiniCPM)."""
 PIXELS = "pixel_values_videos"
 _CALL_OPTIONS = {
     *("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"),
@@ -84,7 +84,8 @@ class VideoProcessor:
             given["use_token_compression"] = False
         self._merged, self.options, self._unread = merged, given, {*images.unread, "video_metadata"}
         self.sampling = self._choose_sampling(options)
-        self.identity = f"{type(part).__name__} {json.dumps([given, self.sampling], default=str, sort_keys=True)}"
+        used = json.dumps([given, self.sampling], default=str, sort_keys=True)
+        self.identity = f"{type(processor).__name__} {part.to_json_string()} {used}"
         self._of_extent = lru_cache(SIZES)(self._of_empty)
         self._is_numbered = hasattr(processor, NUMBERS) and self._has_numbers()
 

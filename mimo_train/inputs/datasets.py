@@ -78,7 +78,10 @@ def _by_processor(module: ModuleConfig) -> dict[str, Any]:
         reader = module.encoder.processor()
         return {"read": reader.read, "identity": f"{reader.identity} {module.projector}"}
     if not isinstance(module.encoder, MediaSpec):
-        return _of_videos(module.encoder) if module.encoder.reads_videos else {}
+        if not module.encoder.reads_videos:
+            return {}
+        identity = f"{module.encoder} {module.projector} {module.encoder.videos().identity}"
+        return _of_videos(module.encoder) | {"identity": identity}
     encoder, processor = module.encoder, module.encoder.processor()
     fields = {"text": processor.text, "read": processor.read, "identity": processor.identity, "types": processor.types}
     if isinstance(encoder, MediaImages):

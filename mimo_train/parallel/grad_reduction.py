@@ -20,7 +20,7 @@ class InOrderReduction(DistributedDataParallel):
 
     Each rank learns how many gradients a parameter gets in a microbatch from the first step in which all parameters of
     its bucket get one. Megatron-Core's wrapper believes that every step is the first: it counts gradients, starts no
-    reduction during backward, and at the end starts those that have not started.
+    reduction during backward, and starts the remaining ones at the end.
     """
 
     _started = 0

@@ -100,7 +100,7 @@ class _QwenSpec(VideoKeys, PatchSpec):
             faults.append(("resize", f"must be native, is {self.resize!r}"))
         faults += self.rotary_faults() + self.video_faults()
         if not faults and self.reads_videos and self.videos().colours != (self.pixel_mean, self.pixel_std):
-            text = "is true, and the directory normalizes frames of videos otherwise than images. Set it to false"
+            text = "is true, and the mean or deviation of video frames differs from that of images. Set it to false"
             faults.append(("reads_videos", text))
         return faults
 

@@ -22,7 +22,7 @@ from mimo_train.parallel.bridge.exchange import DisjointBridge
 from mimo_train.parallel.bridge.shapes import Part
 
 _MOST_GRADIENTS = 2
-"""Sent gradients that the encoder has not received yet."""
+"""Maximum gradients on their way to the encoder."""
 
 
 class InterleavedBridge(DisjointBridge):

@@ -21,6 +21,7 @@ from data.storage.file_cache import FileCache
 from mimo_train.config.errors import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.inputs.datasets import media_of
 from mimo_train.layout.kernels import has_fp8
 from mimo_train.models.encoder_module import EncoderModule
 from mimo_train.models.parameters import modules_of
@@ -131,6 +132,7 @@ def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool
         dist.all_gather_object(parts, local, group=tp)
     described = {
         "encoder": asdict(config.encoder),
+        "processor": next(media.identity for media in media_of(cfg) if media.module == name),
         "merge": config.projector.merge,
         "precision": cfg.train.precision,
         "te": te,

@@ -27,7 +27,7 @@ def _square(size: int) -> dict[str, Any]:
 
 
 _TILES = {"image_processor": {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}}
-_HALVES = {"image_processor": {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}}  # as of videos
+_HALVES = {"image_processor": {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}}  # equal to those of video processors
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "aria": {"processor": {"size_conversion": {490: 128, 980: 128}}},
     "aya_vision": {"processor": {"patch_size": 28}, **_square(364)},

@@ -72,7 +72,7 @@ def test_an_average_starts_as_the_weights_and_follows_them(algorithm):
         optimizer.step()
         average = 0.75 * average + 0.25 * weight.detach()
         torch.testing.assert_close(optimizer.read_states(weight)["ema"], average)
-    weight.grad = None  # as of a group that waits for its step
+    weight.grad = None  # like one of a group that waits for its step
     optimizer.step()
     torch.testing.assert_close(optimizer.read_states(weight)["ema"], average)
 
