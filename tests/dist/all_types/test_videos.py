@@ -97,7 +97,7 @@ def _compare(kind, folder, videos, frames, options):
     cfg = composed(folder, "video", "data.sequence_length=20000", *overrides)
     tokenizer, encoder = tokenizer_of(cfg), cfg.modules["images"].encoder
     dataset, report = shard_dataset(cfg, tokenizer, training_sources(cfg)), Report()
-    encoder.video = options | {"do_resize": False}
+    encoder.video = options | {"rescale_factor": 0.5}
     other = shard_dataset(cfg, tokenizer, training_sources(cfg))
     assert other.lengths_keys() != dataset.lengths_keys(), "lengths of texts are kept for a processor's options"
     encoder.video = options
