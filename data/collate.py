@@ -60,7 +60,7 @@ def to_sample(
 def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, number: int) -> TextSample:
     """Return the replacement of a bad sample: its placeholders and padding, without loss."""
     items = [item for of_kind in media.values() for member in of_kind for item in member]
-    ids = [token for pad, text in items for token in text.tokens if token == pad]
+    ids = [token for _, text in items for token in text.tokens if token in tokenizer.placeholder_ids]
     assert len(ids) <= sequence_length, (len(ids), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
     input_ids[: len(ids)] = ids

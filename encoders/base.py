@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
 """Activation functions of encoders and projectors. `gelu_tanh` is the approximation by tanh."""
 
-Grid = tuple[int, int] | tuple[int, int, int, float]
-"""Rows and columns of an image's tokens; of a video also its times, and the positions between two of them."""
+Grid = tuple[int, int] | tuple[int, int, int, float] | tuple[int, int, int, float, int, int]
+"""Rows and columns of an image's tokens; of a video also its times, and the positions between two of them; with sound
+also the tokens of sound between its own, and the position that the start and the end of the sound take: 1, or 0 if they
+share that of the token in front and behind."""
 GATED = "swiglu"
 """Activation of layers with a gated feed-forward block (Shazeer 2020, arXiv 2002.05202)."""
 
@@ -80,6 +82,8 @@ class EncoderSpec(ABC):
     """True if features are added to the embeddings of their tokens, instead of replacing them."""
     deepstack: Sequence[int] = ()
     """Layers whose states the first layers of the language model get too (DeepStack)."""
+    sound = False
+    """True if the sound of videos is read too; the extent of a video with sound ends with its milliseconds of sound."""
     reads_videos = False
     """True if a video is one item, whose extent is (height, width, frames, numerator and denominator of the frames per
     second); false: its frames are images."""

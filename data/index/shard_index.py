@@ -63,6 +63,16 @@ class Member(NamedTuple):
         return int(milliseconds_of(self.frames, self.rate, self.rate_base))
 
     @property
+    def as_sound(self) -> Member:
+        """The sound of a video as an audio item."""
+        return self._replace(kind="audio", frames=self.sound, rate=1000, rate_base=1)
+
+    @property
+    def is_sound(self) -> bool:
+        """True if it is `as_sound` of a video."""
+        return self.kind == "audio" and self.sound > 0
+
+    @property
     def extent(self) -> tuple[int, int]:
         """(height, width) of an image or video, (frames, rate) of audio; with a 0 if unreadable."""
         return (self.frames, self.rate) if self.kind == "audio" else (self.height, self.width)

@@ -36,39 +36,46 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
         DecodeError: it is damaged, or above its bounds.
         MemoryShortage, MissingLibrary: this machine cannot decode it.
     """
-    return _decode(raw, mono_blocks(raw, bounds), rate, samples, bounds)
+    return _of_length(_decode(raw, mono_blocks(raw, bounds), rate, bounds), samples)
 
 
 def decode_sound(raw: bytes, rate: int, samples: int | None = None, bounds: Bounds = BOUNDS) -> torch.Tensor:
     """Return the first sound track of a video as `decode_audio` returns a file, from the first sample of the track.
 
     Raises:
-        DecodeError: it has no sound track, is damaged, or above its bounds.
+        DecodeError: it has no sound track, is damaged, above its bounds, or differs from `samples` by more than half a
+            second.
         MemoryShortage, MissingLibrary: this machine cannot decode it.
     """
     container = read_video_header(reader_of(raw), len(raw)).container
-    return _decode(raw, decoded_blocks(raw, container), rate, samples, bounds)
+    wave = _decode(raw, decoded_blocks(raw, container), rate, bounds)
+    if samples is not None and abs(len(wave) - samples) > rate / 2:
+        raise DecodeError(
+            f"its header says that it has {samples / rate:.2f} s of sound, and it has {len(wave) / rate:.2f} s"
+        )
+    return _of_length(wave, samples)
 
 
-def _decode(
-    raw: bytes, blocks: Iterator[tuple[np.ndarray, int]], rate: int, samples: int | None, bounds: Bounds
-) -> torch.Tensor:
+def _of_length(wave: torch.Tensor, samples: int | None) -> torch.Tensor:
+    if samples is None:
+        return wave
+    return torch.nn.functional.pad(wave[:samples], (0, max(samples - len(wave), 0)))
+
+
+def _decode(raw: bytes, blocks: Iterator[tuple[np.ndarray, int]], rate: int, bounds: Bounds) -> torch.Tensor:
     import soundfile
 
     try:
         checked = _checked(raw, blocks, bounds)
         first, file_rate = next(checked)
         waves = map(torch.from_numpy, chain([first], (block for block, _ in checked)))
-        wave = torch.cat([*resample_blocks(waves, file_rate, rate)])
+        return torch.cat([*resample_blocks(waves, file_rate, rate)])
     except DecodeError:
         raise
     except soundfile.LibsndfileError as error:  # its text would name the opened object
         raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {error.error_string}") from error
     except Exception as error:  # RuntimeError and others mean the same
         raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {reason_of(error)}") from error
-    if samples is not None:
-        wave = torch.nn.functional.pad(wave[:samples], (0, max(samples - len(wave), 0)))
-    return wave
 
 
 def _checked(raw: bytes, blocks: Iterator[tuple[np.ndarray, int]], bounds: Bounds) -> Iterator[tuple[np.ndarray, int]]:

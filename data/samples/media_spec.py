@@ -32,7 +32,8 @@ class Media:
 
     The functions are pure. They take (height, width) of the original in pixels, (samples per channel, samples per
     second) of audio, or (height, width, frames, numerator and denominator of the frames per second) of a video that is
-    one item. They may raise ValueError for an item that the encoder rejects.
+    one item, with `sound` also its milliseconds of sound, if it has any. They may raise ValueError for an item that the
+    encoder rejects.
     """
 
     module: str
@@ -69,6 +70,9 @@ class Media:
     """Numbers of the frames that are read of a video, ascending; None: a video is a series of images (`Sampling`)."""
     read_video: Callable[[Iterable[torch.Tensor], Sequence[int]], list[MediaInput]] | None = None
     """The encoder's inputs of a video, by these frames, uint8 [3, height, width], and its extent."""
+    sound: bool = False
+    """The sound of videos is read too: it is an item of the one module of audio, and its tokens are in the text of the
+    video, whose extent ends with the milliseconds of its sound."""
     video_parts: Callable[..., int] | None = None
     """Number of these inputs, each of `size`."""
     identity: str = ""
@@ -184,6 +188,12 @@ def images_of(members: Iterable[Member], sampling: Sampling | None) -> list[Memb
         elif member.kind in ("image", "video"):
             images.append(member)
     return images
+
+
+def audio_of(members: Iterable[Member]) -> list[Member]:
+    """Return the audio items, the sound of videos included."""
+    members = (member.as_sound if member.kind == "video" and member.sound else member for member in members)
+    return [member for member in members if member.kind == "audio"]
 
 
 def places_of(images: Sequence[Member]) -> tuple[Visual, ...]:

@@ -2,12 +2,16 @@
 
 from collections import deque
 
+from data.media.audio import decode_sound
 from data.media.decode import decode_image_file
 from data.media.video import decode_frames, decode_video
 from data.records.conversation import Conversation
 from data.samples.media_spec import MediaInput
 from data.samples.sample_meta import extent_of
 from data.samples.shard_dataset import ShardDataset
+
+RATE = 16000
+"""Samples per second with which sound is tried."""
 
 
 def read_conversation(dataset: ShardDataset, number: int) -> Conversation:
@@ -27,7 +31,9 @@ def read_originals(dataset: ShardDataset, number: int) -> dict[str, list[MediaIn
             if member.frame is not None and member.frame.number > 0:
                 continue  # decoded with the first frame of its video
             raw = dataset.read_member(meta, member)
-            if member.frame is not None:
+            if member.is_sound:
+                decode_sound(raw, RATE, member.frames * RATE // 1000, dataset.bounds)  # a damaged one is bad
+            elif member.frame is not None:
                 items += decode_video(raw, member.frame.of, dataset.bounds)
             elif member.kind == "video" and chosen is not None:
                 deque(decode_frames(raw, chosen(*extent_of(member)), dataset.bounds), maxlen=0)  # damaged ones are bad

@@ -40,7 +40,10 @@ def positioned(
     if of_class is not None and of_class.positions is not None and by_class(of_class, extents):
         sample = replace(sample, positions=of_class.positions(sample.input_ids, extents))
     elif any(spec.grid for spec in modules):
-        places = {placeholders[spec.module]: meta.places(spec) for spec in modules}
+        places = {
+            placeholders[spec.module]: [(tokens, None if is_stand_in else grid) for tokens, grid in meta.places(spec)]
+            for spec in modules
+        }
         sample = replace(sample, positions=axis_positions(sample.input_ids, places))
     kinds = {placeholders[spec.module]: spec.bidirectional for spec in modules if spec.bidirectional}
     if "prefix" in kinds.values():

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from data.errors import DataError, reason_of
+from data.errors import DataError, RecordError, reason_of
 from data.index.shard_index import Member, Rows, ShardIndex, unpack_video
 from data.media.options import Bounds
 from data.media.video_packets import milliseconds_of
@@ -21,10 +21,10 @@ from data.order.load_balance import MediaItems
 from data.order.order import splitmix
 from data.order.packing import whole_work
 from data.order.step import StepSamples
-from data.records.conversation import Visual
+from data.records.conversation import Conversation, Visual
 from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields, arrange, unread
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
-from data.samples.media_spec import SAMPLING, Media, Sampling, images_of, is_video, places_of
+from data.samples.media_spec import SAMPLING, Media, Sampling, audio_of, images_of, is_video, places_of
 from data.text.placeholders import ItemText, Place
 from data.text.templates import MediaTokens
 from data.text_format import SampleKey, shown
@@ -62,7 +62,7 @@ class SampleMeta:
     @property
     def counts(self) -> dict[str, int]:
         """Kind -> number of images, videos and audio items, for the run's kinds."""
-        counts = {kind: len(members) for kind, members in self.members.items()}
+        counts = {kind: sum(not member.is_sound for member in members) for kind, members in self.members.items()}
         if "image" in counts:
             visuals = self.visuals
             counts["video"] = sum(visual.kind == "video" for visual in visuals)
@@ -93,6 +93,21 @@ class SampleMeta:
         grids = [media.grid(*extent) if media.grid else None for extent in self.extents(media)]
         return list(zip(self.tokens[media.module], grids, strict=True))
 
+    def require_audio_order(self, conversation: Conversation) -> None:
+        """Raise RecordError if the text has audio and videos with sound in another order than the shard."""
+        audio = self.members.get("audio", ())
+        if len({member.is_sound for member in audio}) < 2:
+            return
+        videos = iter([member for member in self.members["image"] if member.kind == "video"])
+        parts = [part.kind for turn in conversation.turns for part in turn.parts if part.kind in ("audio", "video")]
+        are_sounds = [kind == "video" for kind in parts if kind == "audio" or next(videos).sound]
+        if are_sounds != [member.is_sound for member in audio]:
+            raise RecordError(
+                f"key {self.key!r}: the record marks {', '.join(f'<{kind}>' for kind in parts)}, but its audio and "
+                f"videos with sound are {', '.join(f'.{shown(member.extension)}' for member in audio)}. Bring them "
+                "into the same order"
+            )
+
     def media_tokens(self, modules: Sequence[Media], placeholders: Mapping[str, int]) -> MediaTokens:
         """Return the placeholder ids and texts of its media. `placeholders`: module -> id."""
         texts = {
@@ -102,6 +117,8 @@ class SampleMeta:
         tokens: dict[str, list[list[tuple[int, ItemText]]]] = {kind: [] for kind in [*self.members, "video"]}
         for kind, members in self.members.items():
             for at, member in enumerate(members):
+                if member.is_sound:
+                    continue  # in the text of its video
                 readers = (media for media in modules if media.kind == kind)
                 items = [(placeholders[media.module], texts[media.module][at]) for media in readers]
                 tokens["video" if is_video(extent_of(member)) else kind].append(items)
@@ -129,6 +146,8 @@ class SampleTable:
             )
         if True in readers:
             self._sampling = None
+        self._has_sound = any(media.sound for media in self._modules)
+        assert not self._has_sound or len(self._of_kind.get("audio", ())) == 1, "one module of audio reads sound"
 
     def measured(self, kind: str, extent: tuple[int, ...], several: bool) -> Measured | str:
         """Return the sizes of one item for each module of its kind, or the end of an error message. `several` is True
@@ -156,6 +175,8 @@ class SampleTable:
             except Exception as error:  # an EncoderError, or any error of a user's encoder
                 reason = error if isinstance(error, ValueError) else reason_of(error)
                 return f" of {original}: module {media.module} cannot take it: {reason}"
+            if not tokens:
+                return f" of {original}: it is too small or too short for a token of module {media.module}"
             load = media.inner_tokens(*extent) if media.inner_tokens else tokens
             measured.append((tokens, load, media.pairs(*extent) if media.pairs else load**2))
         return tuple(measured)
@@ -164,9 +185,10 @@ class SampleTable:
         """Return a row of a shard; `number` is the sample number or -1."""
         key, reason, at = SampleKey(partial(index.key, row)), index.bad_reason(row), index.record(row)
         every = index.members(row)
+        if not self._has_sound:
+            every = [member._replace(sound=0) if member.sound else member for member in every]
         members = {
-            kind: images_of(every, self._sampling) if kind == "image" else [item for item in every if item.kind == kind]
-            for kind in self._of_kind
+            kind: images_of(every, self._sampling) if kind == "image" else audio_of(every) for kind in self._of_kind
         }
         tokens: dict[str, list[int]] = {}
         record = () if at is None else (every[at],)
@@ -190,7 +212,7 @@ class SampleTable:
                     return {}, f"{name} ({member.size} bytes) {_why_unreadable(member)}"
                 if member.kind == "video" and (excess := self._bounds.excess("seconds", member.milliseconds / 1000)):
                     return {}, f"{name}: {excess}"
-                measured = self.measured(kind, extent_of(member), len(members[kind]) > 1)
+                measured = self.measured(kind, extent_of(member._replace(sound=0)), len(members[kind]) > 1)
                 if isinstance(measured, str):
                     return {}, name + measured
                 for number, (count, _, _) in zip(numbers, measured, strict=True):
@@ -215,10 +237,13 @@ class SampleTable:
         bad, kind_of_member, order = self._arranged(rows, fields)
         owners, media = np.repeat(np.arange(size), np.diff(firsts)), dict[str, MediaItems]()
         for at, (kind, numbers) in enumerate(self._of_kind.items()):
-            videos = (kind_of_member == _VIDEO) if kind == "image" else np.zeros(len(members), dtype=bool)
-            which = order[((kind_of_member == at) | videos)[order]]
+            videos = kind_of_member == _VIDEO
+            sounds = videos & (members["sound"] > 0) & (kind == "audio") & self._has_sound
+            videos &= kind == "image"
+            which = order[((kind_of_member == at) | videos | sounds)[order]]
             owner = owners[which]
             extents, times, usable = self._extents(members[which], videos[which])
+            extents[sounds[which], 0], extents[sounds[which], 1] = members["sound"][which][sounds[which]], 1000
             count = _sums(owner, times, size)
             several = (count > 1)[owner].astype(np.int64)
             measured, readable = self._look_up(kind, np.column_stack([extents, several]))
@@ -297,7 +322,8 @@ class SampleTable:
 def extent_of(member: Member) -> tuple[int, ...]:
     """Return the extent of an item: that of a frame if the member is one of a video."""
     if member.kind == "video" and member.frame is None:
-        return member.height, member.width, member.frames, member.rate, member.rate_base
+        sound = (member.sound,) if member.sound else ()
+        return member.height, member.width, member.frames, member.rate, member.rate_base, *sound
     return member.extent
 
 

@@ -33,7 +33,7 @@ from data.errors import (
 )
 from data.index.catalogue import open_catalogue
 from data.index.shard_index import Member
-from data.media.audio import decode_audio
+from data.media.audio import decode_audio, decode_sound
 from data.media.decode import decode_image_file, fitted
 from data.media.options import BOUNDS, WHITE, Bounds, Colour
 from data.media.video import decode_video
@@ -121,8 +121,7 @@ class ShardDataset(Samples):
         parsers: tuple[Callable[..., Any], Callable[..., Any]] = parse_preference, parse_preference_fields
         parse, of_fields = (partial(parser, form=form) for parser in parsers)
         self._parsers = (parse_record, parse_fields) if form == "turns" else (parse, of_fields)
-        self.reader = RowReader(read_retries, cache=members_cache)
-        self.cache_dir = cache_dir
+        self.reader, self.cache_dir = RowReader(read_retries, cache=members_cache), cache_dir
         self.index = lru_cache(_OPEN_INDEXES)(
             lambda shard: self.catalogue.index(shard).with_fields(self.fields_of(shard))
         )
@@ -271,6 +270,7 @@ class ShardDataset(Samples):
             where = self.sequence_length, meta.number, meta.key
             answers = []
             for conversation in preference.answers:
+                meta.require_audio_order(conversation)
                 sample = collate.to_sample(conversation, self.tokenizer, tokens, *where, keep_text=self.keep_text)
                 if self.inspects:
                     special = self.tokenizer.special_text.find(conversation)
@@ -311,7 +311,7 @@ class ShardDataset(Samples):
                 first, second = spec.size(*extent)
                 how = (first, second), spec.resize, spec.canvas(*extent) if spec.canvas else None, self.bounds
                 if spec.kind == "audio":
-                    decoded = [decode_audio(raw, second, first, self.bounds)]
+                    decoded = [(decode_sound if member.is_sound else decode_audio)(raw, second, first, self.bounds)]
                 elif member.frame is None:
                     decoded = [fitted(decode_image_file(raw, self.bounds, self.background), *how)]
                 else:

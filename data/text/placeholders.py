@@ -186,9 +186,10 @@ class Places:
         return written + text[end:], moved
 
 
-Grid = tuple[int, int] | tuple[int, int, int, float]
+Grid = tuple[int, int] | tuple[int, int, int, float] | tuple[int, int, int, float, int, int]
 """Rows and columns of an image's tokens, row by row; of a video also the number of its times, and the positions between
-two of them."""
+two of them; with sound also the number of tokens of sound between its own, and the position that the start and the end
+of the sound take: 1, or 0 if they share that of the token in front and behind."""
 
 Place = tuple[int, "Grid | None"]
 """Number of tokens of an image or audio, and their grid; None: positions as for text."""
@@ -205,8 +206,9 @@ def axis_positions(ids: np.ndarray, media: Mapping[int, Sequence[Place]]) -> np.
     """Return M-RoPE positions in time, row and column, int64 [3, S] (Wang et al. 2024, arXiv 2409.12191, section 2.1).
 
     A text token has one position on all axes: the largest one before it plus 1. An image's tokens have that position in
-    time; the other axes add row and column. Times of a video add multiples of an interval, rounded down. Padding counts
-    as text.
+    time; the other axes add row and column. Times of a video add multiples of an interval, rounded down. Tokens of its
+    sound count from its first position on all axes, and text behind it from its last token alone, as in
+    `get_rope_index` of Qwen-Omni in transformers 5.23. Padding counts as text.
 
     Args:
         ids: int64 [S].
@@ -218,18 +220,28 @@ def axis_positions(ids: np.ndarray, media: Mapping[int, Sequence[Place]]) -> np.
         assert len(pads) == sum(tokens for tokens, _ in places), (placeholder, len(pads), places)
         for tokens, grid in places:
             if grid is not None and tokens:
-                spans.append((int(pads[at]), grid if len(grid) == 4 else (*grid, 1, 0.0)))
+                spans.append((int(pads[at]), placeholder, (*grid, *(1, 0.0, 0, 1)[len(grid) - 2 :])))
             at += tokens
     positions = np.empty((3, len(ids)), dtype=np.int64)
     at = following = 0
-    for first, (rows, columns, times, interval) in sorted(spans):
+    for first, placeholder, (rows, columns, times, interval, sound, marks) in sorted(spans):
         positions[:, at:first] = following + np.arange(first - at)
         following += first - at
-        at = first + times * rows * columns
+        if not marks:  # the start of the sound is in front
+            following -= 1
+            positions[:, first - 1] = following - 1
+        at = first + times * rows * columns + sound
+        is_frame = ids[first:at] == placeholder
         of_times = (np.arange(times, dtype=np.float32) * np.float32(interval)).astype(np.int64)
-        positions[0, first:at] = following + np.repeat(of_times, rows * columns)
-        positions[1, first:at] = following + np.tile(np.repeat(np.arange(rows), columns), times)
-        positions[2, first:at] = following + np.tile(np.arange(columns), times * rows)
-        following += max(rows, columns, int(of_times[-1]) + 1)
+        of_item = np.empty((3, at - first), dtype=np.int64)
+        of_item[0, is_frame] = np.repeat(of_times, rows * columns)
+        of_item[1, is_frame] = np.tile(np.repeat(np.arange(rows), columns), times)
+        of_item[2, is_frame] = np.tile(np.arange(columns), times * rows)
+        of_item[:, ~is_frame] = np.arange(sound)
+        positions[:, first:at] = following + of_item
+        following += max(rows, columns, int(of_times[-1]) + 1) if is_frame[-1] else sound
+        if not marks:
+            positions[:, at] = following
+            at += 1
     positions[:, at:] = following + np.arange(len(ids) - at)
     return positions

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -76,6 +76,11 @@ class Tokenizer(ABC):
     def role_ids(self, role: str) -> list[int]:
         """Return the ids that open a turn of `role`: user, assistant or system."""
         return list(self._roles[role])
+
+    @property
+    def placeholder_ids(self) -> Collection[int]:
+        """The pad ids of all placeholders."""
+        return self._placeholders.values()
 
     def placeholder_id(self, name: str) -> int:
         """Return the pad id of a placeholder such as `<image>`. Raises DataError for an unknown name."""

@@ -10,13 +10,14 @@ from encoders.base import Grid
 from encoders.errors import EncoderError
 from encoders.key_rules import MOST_WIDTH, FixedKeys, key
 from encoders.plain.spec import PlainSpec
-from encoders.transformers_media.video_keys import VideoKeys
+from encoders.transformers_media.video_keys import FRAMES, VideoKeys
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
     from encoders.transformers_media.processor import MediaProcessor
+    from encoders.transformers_media.sound import VideoSound
     from encoders.transformers_media.tensors import Tensors
 
 
@@ -206,10 +207,14 @@ class MediaImages(ImageItems, VideoKeys, MediaSpec):
     name: str = "media_images"
     family: str = "media_images"
 
+    sound: bool = False
+    """Read the sound of videos too, between their frames: Qwen2.5-Omni and Qwen3-Omni. A module for audio with the same
+    `pretrained` reads it. See docs/data.md#sound-of-videos."""
+
     PROBES: ClassVar[tuple[tuple[int, int], ...]] = ((336, 336), (1024, 1024), (512, 1024), (1024, 512))
 
     def output_tokens(self, *extent: int) -> int:
-        return super().output_tokens(*extent) if len(extent) == 2 else self.videos().rows(*extent)
+        return super().output_tokens(*extent) if len(extent) == 2 else self.videos().rows(*extent[:FRAMES])
 
     def attention_pairs(self, *extent: int, merge: int = 1) -> int:
         """Return the pairs of an image; of a video those inside of its frames, taken as equal."""
@@ -220,19 +225,38 @@ class MediaImages(ImageItems, VideoKeys, MediaSpec):
         """Return the text of an image or video by its extent, followed by its number among those of the sample, from
         0: see `processor.Text`."""
         first, second, *others, number = extent_and_number
+        if len(others) > FRAMES - 2:
+            return self.video_sound().text(first, second, *others)
         if others:
             return self.videos().text((first, second, *others), number)
         return self.processor().text(first, second, number)
 
     def read_video(self, frames: "Iterable[torch.Tensor]", extent: Sequence[int]) -> list[Any]:
         """Return the inputs of a video: see `VideoProcessor.read`."""
-        return [self.videos().read(frames, extent)]
+        return [self.videos().read(frames, extent[:FRAMES])]
+
+    def video_sound(self) -> "VideoSound":
+        """Return how the processor writes videos with sound. Raise EncoderError if it cannot."""
+        from encoders.transformers_media.sound import sound_of
+
+        return sound_of(self.path, self.pad, self.video)
 
     def faults(self) -> list[tuple[str, str]]:
-        return super().faults() or self.video_faults()
+        if faults := super().faults() or self.video_faults():
+            return faults
+        if self.sound and not self.reads_videos:
+            return [("sound", "is true, and the model reads videos as images: set it to false")]
+        try:
+            if self.sound:
+                self.video_sound()
+        except EncoderError as error:
+            return [("sound", str(error))]
+        return []
 
     def token_grid(self, *extent: int, merge: int = 1) -> Grid | None:
-        return self.processor().grid(*extent) if len(extent) == 2 else self.videos().grid(*extent)
+        if len(extent) == 2:
+            return self.processor().grid(*extent)
+        return self.videos().grid(*extent) if len(extent) == FRAMES else self.video_sound().grid(*extent)
 
     def image_sizes(self, *extent: int) -> "dict[str, torch.Tensor]":
         return self.processor().sizes(*extent)

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
     from encoders.transformers_media.videos import VideoProcessor
 
+FRAMES = 5
+"""Numbers in the extent of a video that describe its frames. A sixth is the length of its sound in milliseconds."""
+
 
 @dataclass
 class VideoKeys:
     """Base of their specs. The extent of a video is (height, width, frames, numerator and denominator of the frames per
-    second)."""
+    second); if its sound is read, also the milliseconds of sound."""
 
     path: str = ""
     """Directory of the model, with its processor. `pretrained` sets this."""
@@ -44,7 +47,7 @@ class VideoKeys:
 
     def video_frames(self, *extent: int) -> Sequence[int]:
         """Return the numbers of the frames that are read of a video."""
-        return self.videos().frames(*extent)
+        return self.videos().frames(*extent[:FRAMES])
 
     def video_faults(self) -> list[tuple[str, str]]:
         """Return the config errors of these keys."""

@@ -29,11 +29,14 @@ SMALL: Extent = (64, 96, 2, 2, 1)
 """As EXAMPLE, for the text."""
 RESIZED: tuple[Extent, ...] = ((60, 100, 6, 2, 1), (720, 1270, 4, 2, 1))
 """Extents of videos that are enlarged and reduced, with which resizing is tried."""
-SIZE_TENSORS = "video_grid_thw", "second_per_grid_ts", "video_second_per_grid", "target_sizes_videos"
+PIXELS = "pixel_values_videos"
+SECONDS = "video_second_per_grid"
+SIZE_TENSORS = "video_grid_thw", "second_per_grid_ts", SECONDS, "target_sizes_videos"
 """Values of processors with the sizes of videos and their seconds per grid, on which positions depend."""
 NUMBERS = "_prepend_local_ids"
 """Method of processors that number the images of a text, and some its videos too (MiniCPM)."""
-PIXELS = "pixel_values_videos"
+TIMES = "seconds_per_chunk", "position_id_per_seconds"
+"""Options by which Qwen-Omni's processor joins frames and sound."""
 _CALL_OPTIONS = {
     *("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"),
     *("return_metadata", "return_tensors"),
@@ -47,6 +50,8 @@ class VideoProcessor:
     Attributes:
         mark: the text that a chat template writes for a video.
         identity: text that changes with what determines the tokens of a video.
+        pad: id of the tokens that features replace.
+        processor: the processor of transformers.
         options: the options of each call of the video processor.
         sampling: the options that choose frames, if the processor chooses none by itself.
     """
@@ -77,7 +82,8 @@ class VideoProcessor:
                 raise EncoderError(f"{type(part).__name__} rejects options {dict(options)}: {error}") from error
             processor = copy(processor)
             processor.video_processor = part
-        self._images, self._processor, self._part = images, processor, part
+        self._images, self._part, self.pad = images, part, images.pad
+        self.processor: Any = processor
         merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
         given = {name: value for name, value in merged["videos_kwargs"].items() if value is not None} | {**options}
         if "use_token_compression" in known:  # the number of tokens would depend on pixels
@@ -102,7 +108,7 @@ class VideoProcessor:
 
     def rows(self, *extent: int) -> int:
         """Return the number of tokens that features replace. Errors as for `text`."""
-        return self._of_extent(*extent)[0][1].count(self._images.pad)
+        return self._of_extent(*extent)[0][1].count(self.pad)
 
     def sizes(self, *extent: int) -> dict[str, torch.Tensor]:
         """Return the values of `SIZE_TENSORS`, by name. Errors as for `text`."""
@@ -125,22 +131,26 @@ class VideoProcessor:
                 f"{type(self._part).__name__} makes {len(ids)} tokens of a video of {[*extent]}, and "
                 f"{len(expected[1])} others of an empty one of this size"
             )
-        rows = ids.count(self._images.pad)
+        rows = ids.count(self.pad)
         return {**inputs, "input_ids": torch.tensor([ids]), "rows": rows, "medium": "video"}
 
     def grid(self, *extent: int) -> tuple[int, int, int, float] | None:
         """Return rows, columns and times of a video's features, and the positions between two times, for classes that
         compute positions from seconds per grid alone (Qwen-Omni); None for others. Errors as for `text`, and for
         fractions of a position, which Qwen3-Omni has."""
-        seconds = self.sizes(*extent).get("video_second_per_grid")
+        seconds = self.sizes(*extent).get(SECONDS)
         if seconds is None:
             return None
         times, rows, columns = self.sizes(*extent)["video_grid_thw"][0].tolist()
         config = hf_config(self._images.path)
-        interval = float(seconds[0]) * config.position_id_per_seconds
+        interval = float(seconds[0].float()) * config.position_id_per_seconds
         if interval % 1 and config.model_type.startswith("qwen3"):
             raise EncoderError(f"positions of its times are {interval:g} apart. Set encoder.video.fps to 1 or 2")
         return rows // self.merge, columns // self.merge, times, interval
+
+    def option(self, name: str) -> Any:
+        """Return an option of the processor for all kinds of media; None without it."""
+        return self._merged.get(name, getattr(self.processor, name, None))
 
     @property
     def merge(self) -> int:
@@ -243,17 +253,16 @@ class VideoProcessor:
             "return_metadata": True,
             **further,
         }
-        process = self._processor._process_videos
+        process = self.processor._process_videos
         if "audio" in inspect.signature(process).parameters:  # Qwen-Omni
-            names = ("seconds_per_chunk", "position_id_per_seconds")
-            others = {name: self._merged.get(name, getattr(self._processor, name, None)) for name in names}
+            others = {name: self.option(name) for name in TIMES}
             options = {**self._merged, **others, "load_audio_from_video": False, "videos_kwargs": options}
         inputs, texts = process([frames], **options)
         start, ids, end = self._images.split(texts[0])
-        video_pad = self._processor.tokenizer.convert_tokens_to_ids(self.mark)
-        ids = tuple(self._images.pad if token == video_pad else token for token in ids)
+        video_pad = self.processor.tokenizer.convert_tokens_to_ids(self.mark)
+        ids = tuple(self.pad if token == video_pad else token for token in ids)
         inputs = {name: value for name, value in inputs.items() if name not in self._unread}
-        if PIXELS in inputs and PIXELS not in self._processor.model_input_names:
+        if PIXELS in inputs and PIXELS not in self.processor.model_input_names:
             # InternVL: `__call__` gives the frames as images.
             inputs["pixel_values"] = inputs.pop(PIXELS).flatten(0, 1)
         return inputs, (start, ids, end)
@@ -263,9 +272,9 @@ class VideoProcessor:
         height, width, *_ = SMALL
         empty = torch.zeros(SMALL[2], 3, height, width, dtype=torch.uint8)
         options = {"video_metadata": [_metadata(SMALL)], "do_sample_frames": False, "return_tensors": "pt"}
-        inputs = self._processor(text=[self.mark], videos=[empty], return_text_replacement_offsets=True, **options)
+        inputs = self.processor(text=[self.mark], videos=[empty], return_text_replacement_offsets=True, **options)
         written = inputs["text_replacement_offsets"][0][0]["replacement"]
-        return written != self._processor._process_videos([empty], **(self.options | options))[1][0]
+        return written != self.processor._process_videos([empty], **(self.options | options))[1][0]
 
     def _of_empty(self, *extent: int) -> tuple[Text, dict[str, torch.Tensor]]:
         height, width, *_ = extent
@@ -278,7 +287,10 @@ class VideoProcessor:
             except Exception as error:
                 reason = error
                 continue
-            return text, {name: torch.as_tensor(inputs[name]) for name in SIZE_TENSORS if name in inputs}
+            types = {SECONDS: torch.float64}
+            return text, {
+                name: torch.as_tensor(inputs[name], dtype=types.get(name)) for name in SIZE_TENSORS if name in inputs
+            }
         raise EncoderError(f"{type(self._part).__name__} cannot process it: {reason}") from reason
 
 

@@ -66,13 +66,13 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             canvas=getattr(module.encoder, "canvas", None) if module.encoder.is_tiled else None,
             cut_several=getattr(module.encoder, "cut_several", True),
             bidirectional=module.encoder.bidirectional,
-            **_by_processor(module),
+            **_by_processor(module, cfg),
         )
         for name, module in cfg.encoders.items()
     ]
 
 
-def _by_processor(module: ModuleConfig) -> dict[str, Any]:
+def _by_processor(module: ModuleConfig, cfg: ConfigContainer) -> dict[str, Any]:
     """Return the fields of `Media` of an encoder whose inputs the model's own processor makes."""
     if isinstance(module.encoder, AutoTowerSpec):
         reader = module.encoder.processor()
@@ -88,8 +88,11 @@ def _by_processor(module: ModuleConfig) -> dict[str, Any]:
         if encoder.reads_videos:
             fields |= _of_videos(encoder)
             fields["identity"] = f"{processor.identity} {encoder.videos().identity}"
+        fields["sound"] = encoder.sound
         if encoder.class_positions:
             fields |= {"positions": encoder.positions, "has_usual_grids": False}
+    for sound in (other.encoder.video_sound() for other in cfg.encoders.values() if other.encoder.sound):
+        fields["identity"] = f"{fields['identity']} {sound.identity}"  # audio items have other numbers too
     return fields
 
 

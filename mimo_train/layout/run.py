@@ -252,6 +252,21 @@ def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         )
 
 
+def _sound_faults(name: str, cfg: ConfigContainer) -> Iterator[Fault]:
+    """Yield the config errors of a module whose encoder reads the sound of videos."""
+    readers: dict[str, list[str]] = {"image": [], "audio": []}
+    for other, module in cfg.encoders.items():
+        readers[module.encoder.kind].append(other)
+    paths = {getattr(cfg.modules[other].encoder, "path", "") for of_kind in readers.values() for other in of_kind}
+    if [len(of_kind) for of_kind in readers.values()] != [1, 1] or len(paths) > 1:
+        others = ", ".join(other for other in cfg.encoders if other != name) or "none"
+        yield Fault(
+            f"modules.{name}.encoder.sound",
+            "is true, which requires one module for images and one for audio, both of one directory (other modules: "
+            f"{others}). Set pretrained for all modules, or set it to false",
+        )
+
+
 def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
     for name, module in cfg.encoders.items():
         prefix = f"modules.{name}"
@@ -267,6 +282,8 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
         if encoder.reads_videos and cfg.data.video != VideoConfig():
             text = f"is set, but {prefix} reads videos as its processor does. Set {prefix}.encoder.video, for example"
             yield Fault("data.video", f"{text} {{fps: 1, max_frames: 64}}")
+        if encoder.sound:
+            yield from _sound_faults(name, cfg)
         is_of_another = cfg.modules[LANGUAGE].pretrained != getattr(encoder, "path", "")
         if is_of_another and getattr(encoder, "class_positions", False) and not isinstance(cfg.llm, TransformersSizes):
             yield Fault(

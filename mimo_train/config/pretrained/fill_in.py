@@ -34,7 +34,7 @@ CHOICES = {
     "encoder": {
         *("name", "dropout", "init_std", "layer_scale"),
         *("resize", "interpolation", "shortest_edge", "min_pixels", "max_pixels", "max_patches"),
-        *("max_seconds", "pad_clips", "reads_videos", "video"),
+        *("max_seconds", "pad_clips", "reads_videos", "video", "sound"),
     },
     "projector": {"name"},
     "placeholder": {"start", "end", "mark"},

@@ -11,7 +11,7 @@ import torch
 
 from data.collate import collate_media
 from data.errors import DecodeError, RecordError
-from data.media.audio import decode_audio
+from data.media.audio import decode_audio, decode_sound
 from data.media.decode import decode_image_file, fitted
 from data.media.headers import parse_extent_bytes, read_video_header, reader_of
 from data.media.options import colour_of
@@ -29,6 +29,10 @@ from mimo_train.inputs.datasets import bounds_of, media_of, sampling_of
 
 NAMES = {"image": "image", "video": "video", "audio": "clip"}
 """Word for a file in messages, by its kind."""
+SOUND = "sound"
+"""Kind of the sound of a video."""
+WITHOUT_SOUND = 5
+"""Numbers in the extent of a video whose sound is not read."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class Medium:
     """The file, of audio and of a video that is one item."""
     frames: "tuple[Medium, ...]" = ()
     """Images of another video."""
+
+    @property
+    def sound(self) -> "Medium | None":
+        """The sound of a video, if it is read."""
+        return Medium(SOUND, (self.extent[-1], 1000), raw=self.raw) if len(self.extent) > WITHOUT_SOUND else None
 
 
 class Input(NamedTuple):
@@ -130,7 +139,8 @@ class Prompts:
             if any(item.video_frames for item in self._modules):
                 rate = header.rate
                 extent = header.height, header.width, header.frames, rate.numerator, rate.denominator
-                return Medium(kind, extent, raw=raw)
+                has_sound = header.sound and any(item.sound for item in self._modules)
+                return Medium(kind, (*extent, header.sound) if has_sound else extent, raw=raw)
             frames = decode_video(raw, self._sampling.count(header.milliseconds), self._bounds)
             return Medium(kind, frames=tuple(Medium("image", (header.height, header.width), frame) for frame in frames))
         size = parse_extent_bytes(kind, raw)
@@ -157,8 +167,7 @@ class Prompts:
         """Return the media as each module takes them in a sample that has them all."""
         inputs: dict[str, list[Input]] = {}
         for item in self._modules:
-            kinds = (item.kind, "video") if item.video_frames else (item.kind,)
-            of_kind = [medium for medium in media if medium.kind in kinds]
+            of_kind = _read_by(item, media)
             inputs[item.module] = []
             extents = item.extents([medium.extent for medium in of_kind])
             tokens = [item.sequence_tokens(*extent) for extent in extents]
@@ -175,7 +184,8 @@ class Prompts:
             return item.of_video(medium.raw, extent, self._bounds)
         first, second = item.size(*extent)
         if medium.image is None:
-            tensor = decode_audio(medium.raw, rate=second, samples=first, bounds=self._bounds)
+            decode = decode_sound if medium.kind == SOUND else decode_audio
+            tensor = decode(medium.raw, rate=second, samples=first, bounds=self._bounds)
         else:
             canvas = item.canvas(*extent) if item.canvas else None
             tensor = fitted(medium.image, (first, second), item.resize, canvas, self._bounds)
@@ -214,6 +224,13 @@ class Prompts:
                 item.size(*size) if is_video(size) else size for size, parts in of_items for _ in range(parts)
             ]
         return Prompt(ids, arguments, rows, positions, blocks, of_modules)
+
+
+def _read_by(item: Media, media: Sequence[Medium]) -> list[Medium]:
+    """Return the media that a module reads, in order; for one of audio also the sound of videos."""
+    if item.kind == "audio":
+        return [medium.sound or medium for medium in media if medium.kind == "audio" or medium.sound]
+    return [medium for medium in media if medium.kind == "image" or (medium.kind == "video" and item.video_frames)]
 
 
 def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[Turn], list[Medium]]:

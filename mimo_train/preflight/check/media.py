@@ -25,6 +25,7 @@ def add_media(report: Report, cfg: ConfigContainer) -> None:
         header = ("module", "read as", inside, "merge", "tokens of data.sequence_length")
         report.tables.append(Table(f"One {medium}", header, rows))
     videos = [_video_row(cfg, name) for name, module in cfg.encoders.items() if module.encoder.reads_videos]
+    videos += [_sound_row(cfg, name) for name, module in cfg.encoders.items() if module.encoder.sound]
     if videos:
         title = "One minute of video, 1280 x 720 at 30 frames per second"
         report.tables.append(Table(title, ("module", "frames", "chosen by", "tokens of data.sequence_length"), videos))
@@ -44,3 +45,13 @@ def _video_row(cfg: ConfigContainer, name: str) -> tuple[str, ...]:
     except EncoderError as error:
         return name, "none", " and ".join(options), str(error)
     return name, f"{frames}", " and ".join(options), tokens
+
+
+def _sound_row(cfg: ConfigContainer, images: str) -> tuple[str, ...]:
+    name, audio = next((name, module) for name, module in cfg.encoders.items() if module.encoder.kind == "audio")
+    chosen_by = f"modules.{images}.encoder.sound"
+    try:
+        tokens = f"{num_tokens(audio.encoder, audio.projector, 60, 1)} of {cfg.data.sequence_length}"
+    except EncoderError as error:
+        return name, "sound", chosen_by, str(error)
+    return name, "sound", chosen_by, tokens

@@ -77,10 +77,11 @@ def clip(samples: int) -> np.ndarray:
 
 def file_of(size: tuple[int, ...], rate: int = 16000) -> bytes:
     """An image file of (height, width), a sound file of (samples,) at `rate` samples per second, or a video of (frames,
-    frames per second, height, width)."""
-    if len(size) == 4:
-        frames, per_second, height, width = size
-        return make_video(images=frames, rate=per_second, height=height, width=width, seed=frames)
+    frames per second, height, width), and seconds of sound."""
+    if len(size) > 3:
+        frames, per_second, height, width, *sound = size
+        options = {"sound": sound[0]} if sound else {}
+        return make_video(images=frames, rate=per_second, height=height, width=width, seed=frames, **options)
     buffer = io.BytesIO()
     if len(size) == 2:
         image(*size).save(buffer, "PNG")
@@ -161,7 +162,7 @@ def inputs_of(parts: list[Any], processor: Any, answer: str = "") -> Any:
 
 
 def content(parts: list[Any]) -> list[dict[str, str]]:
-    kinds = {1: "audio", 2: "image", 4: "video"}
+    kinds = {1: "audio", 2: "image", 4: "video", 5: "video"}
     return [{"type": kinds[len(part)]} if isinstance(part, tuple) else {"type": "text", "text": part} for part in parts]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from tests.dist.models.composites import CLIP, DECAY, EPSILON, NEW_TOKENS, RATE, clip, content, file_of, image
 from tests.tars import write_tar
 from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
+from tests.videos import frames_of
 
 STEPS = 5
 SEEDS = {"qwen2_5_omni": 4}
@@ -26,6 +27,8 @@ VISION = {
 }  # fmt: skip
 SQUARE = {"height": SIDE, "width": SIDE}
 PAD = "<|image_pad|>"
+EXTENSIONS = {1: "wav", 2: "png", 5: "mp4"}
+"""Extension of a file by the numbers of its part."""
 TOKENS = {
     "context_image_token": PAD, "start_image_token": "<|vision_start|>", "end_image_token": "<|vision_end|>",
     "video_token": "<|video_pad|>", "image_token": PAD, "audio_token": "<|AUDIO|>",
@@ -54,6 +57,17 @@ BOTH: list[tuple[list[Any], str]] = [
 ]
 """Images and audio. Clips of one sample are as long: some processors compute other values next to a longer one."""
 OMNI_KINDS = ("qwen2_5_omni", "qwen3_omni_moe_thinker")
+SOUND = " with sound"
+"""End of the name of a kind whose videos have sound."""
+HEARD: list[tuple[list[Any], str]] = [
+    (["what is said in ", (30, 10, 24, 32, 5), " next to ", (30, 50), "?"], "a small wall, and a long one"),
+    (["no media: which digit is green?"], "three"),
+    ([(45, 10, 48, 64, 1), "read the digits"], "1 2 3"),
+    (["both?", (13, 4, 60, 30, 2), (7, 2, 24, 32, 2)], "yes"),
+]
+"""Videos with sound, (frames, frames per second, height, width, seconds of sound): longer, shorter, and two as long."""
+FRAMES = {"size": {"shortest_edge": 196, "longest_edge": 2000}}
+"""Options of the video processor."""
 
 
 def _section(*of_eight: int) -> list[int]:
@@ -210,7 +224,7 @@ def _glm4v_moe(library: Any, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def _qwen3_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
-    start, clip = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|AUDIO|>"])
+    start, clip, start_audio = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|AUDIO|>", "<|audio_bos|>"])
     seeing, images = _qwen3_vl_moe(library, tokenizer)
     audio = {
         "num_mel_bins": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32,
@@ -223,6 +237,8 @@ def _qwen3_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
         audio_config=audio,
         vision_start_token_id=start,
         audio_token_id=clip,
+        audio_start_token_id=start_audio,
+        position_id_per_seconds=13,
     )
     sounds = library.WhisperFeatureExtractor(feature_size=16)
     return config, library.Qwen3OmniMoeProcessor(
@@ -230,7 +246,7 @@ def _qwen3_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
     )
 
 
-def _qwen2_5_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _qwen2_5_omni(library: Any, tokenizer: Any, seconds: int = 2) -> tuple[Any, Any]:
     start, start_audio = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|audio_bos|>"])
     seeing, images = _qwen2_vl(library, tokenizer)
     vision = VISION | {
@@ -252,7 +268,7 @@ def _qwen2_5_omni(library: Any, tokenizer: Any) -> tuple[Any, Any]:
         vision_start_token_id=start,
         audio_start_token_id=start_audio,
     )
-    sounds = library.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    sounds = library.WhisperFeatureExtractor(feature_size=16, chunk_length=seconds)
     videos = library.Qwen2VLVideoProcessor(patch_size=7)
     return config, library.Qwen2_5OmniProcessor(images.image_processor, videos, sounds, tokenizer)
 
@@ -310,10 +326,14 @@ MODELS = {
     "qwen2_5_omni": _qwen2_5_omni,
     IMAGES_ALONE: _qwen2_5_omni,
     "qwen3_omni_moe_thinker": _qwen3_omni,
+    f"qwen2_5_omni{SOUND}": partial(_qwen2_5_omni, seconds=6),
+    f"qwen3_omni_moe_thinker{SOUND}": _qwen3_omni,
 }
 
 
 def samples_of(kind: str) -> list[tuple[list[Any], str]]:
+    if kind.endswith(SOUND):
+        return HEARD
     return CLIPS if kind == "audioflamingo3" else BOTH if kind in OMNI_KINDS else SAMPLES
 
 
@@ -331,7 +351,7 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     if kind == "idefics3":  # its token is fixed
         tokenizer.chat_template = _writing("<image>")
     processor.chat_template = tokenizer.chat_template
-    for medium in ("image", "audio"):
+    for medium in ("image", "audio", "video"):
         token = getattr(tokenizer if kind == "gemma3" else processor, f"{medium}_token", None)
         if token is not None:
             setattr(config, f"{medium}_token_id", tokenizer.convert_tokens_to_ids(token))
@@ -361,7 +381,7 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
         messages = [{"role": "user", "content": content(parts)}, {"role": "assistant", "content": answer}]
         members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
         for at, part in enumerate(part for part in parts if isinstance(part, tuple)):
-            members.append((f"{number}.{at}.{'wav' if len(part) == 1 else 'png'}", file_of(part)))
+            members.append((f"{number}.{at}.{EXTENSIONS[len(part)]}", file_of(part)))
     write_tar(folder / "samples.tar", members)
     return compute(model, folder / "model", kind)
 
@@ -373,11 +393,53 @@ def batches(processor: Any, kind: str) -> list[tuple[Any, Any]]:
         prompt = processor.apply_chat_template(
             [{"role": "user", "content": content(parts)}], add_generation_prompt=True
         )
+        if kind.endswith(SOUND):
+            found.append(tuple(heard(processor, parts, text) for text in (f"{prompt}{answer}<|im_end|>\n", prompt)))
+            continue
         media = [clip(*part) if len(part) == 1 else image(*part) for part in parts if isinstance(part, tuple)]
         found.append(
             tuple(_processed(processor, text, media, kind) for text in (prompt + answer + "<|im_end|>\n", prompt))
         )
     return found
+
+
+def heard(processor: Any, parts: list[Any], text: str) -> dict[str, Any]:
+    """The tensors of a sample whose videos have sound; videos may be files."""
+    import torch
+    from transformers.video_utils import VideoMetadata
+
+    from data.media.audio import decode_sound
+    from data.media.headers import parse_video_header_bytes
+
+    images, videos, metadata, sounds, sources = [], [], [], [], []
+    for part in parts:
+        if isinstance(part, tuple) and len(part) == 2:
+            images.append(image(*part))
+        elif isinstance(part, tuple) and len(part) == 1:
+            sounds.append(clip(*part))
+            sources.append(None)
+        elif not isinstance(part, str):
+            raw = part if isinstance(part, bytes) else file_of(part)
+            header, frames = parse_video_header_bytes(raw), frames_of(raw)
+            if header.sound:
+                sounds.append(decode_sound(raw, 16000, 16 * header.sound).numpy())
+                sources.append(len(videos))
+            videos.append(torch.from_numpy(frames))
+            metadata.append(
+                VideoMetadata(
+                    total_num_frames=len(frames), fps=float(header.rate), height=header.height, width=header.width,
+                    duration=float(len(frames) / header.rate),
+                )
+            )  # fmt: skip
+    options: dict[str, Any] = {"images": [images]} if images else {}
+    if videos:
+        fps = {"fps": 2.0, "do_sample_frames": True}
+        options |= {"videos": videos, "videos_kwargs": FRAMES | fps | {"video_metadata": metadata}}
+    if sounds:
+        # Each alone: a processor computes other values next to a longer one.
+        options |= {"audio": sounds, "audio_from_video_indices": sources, "load_audio_from_video": bool(videos)}
+    batch = dict(processor(text=[text], return_tensors="pt", **options))
+    return batch | ({"use_audio_in_video": True} if any(source is not None for source in sources) else {})
 
 
 def _processed(processor: Any, text: str, media: list[Any], kind: str) -> Any:
@@ -424,13 +486,18 @@ def compute(model: Any, folder: Path, kind: str) -> dict[str, Any]:
     processor = AutoProcessor.from_pretrained(folder)
     inputs = batches(processor, kind)
     marker = processor.tokenizer.encode("<|im_start|>assistant\n")
-    found: dict[str, Any] = {"ids": [batch["input_ids"][0].tolist() for batch, _ in inputs], "curve": []}
+    found: dict[str, Any] = {"ids": [batch["input_ids"][0] for batch, _ in inputs], "curve": []}
+    video = getattr(model.config, "video_token_id", -1)
+    image_id = getattr(model.config, "image_token_id", -1)
+    found["ids"] = [ids.where(ids != video, image_id).tolist() for ids in found["ids"]]
     model.eval()
     asked = inputs[0][1]
     with torch.no_grad():
         found["logits"] = [model(**batch).logits[0].numpy() for batch, _ in inputs]
         answered = model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False)
     found["answer"] = answered[0, asked["input_ids"].size(1) :].tolist()
+    if kind.endswith(SOUND):
+        found["positions"] = [positions_in(model.model, batch) for batch, _ in inputs]
     optimizer = None
     for _ in range(STEPS):
         total, count = torch.zeros(()), 0
@@ -455,6 +522,16 @@ def compute(model: Any, folder: Path, kind: str) -> dict[str, Any]:
         optimizer.step()
     found["after"] = {name: value.detach().numpy() for name, value in model.named_parameters()}
     return found
+
+
+def positions_in(model: Any, batch: dict[str, Any]) -> Any:
+    """Positions of a text in transformers, [3, S]."""
+    names = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw", "use_audio_in_video")
+    sizes = {name: batch[name] for name in names if name in batch}
+    if "feature_attention_mask" in batch:
+        sizes["audio_seqlens"] = batch["feature_attention_mask"].sum(-1)
+    sizes["second_per_grids"] = batch.get("video_second_per_grid")
+    return model.get_rope_index(**sizes)[0][:, 0].numpy()
 
 
 def exported(checkpoint: Path, folder: Path, kind: str) -> dict[str, Any]:

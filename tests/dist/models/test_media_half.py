@@ -10,26 +10,37 @@ import pytest
 import torch
 
 from data.errors import DataError
+from encoders.transformers_media.directory import _of_positions, hf_config
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.pretrained.config_of_directory import config_of_directory
-from mimo_train.inputs.datasets import build_dataset, tokenizer_of
+from mimo_train.inputs.datasets import build_dataset, media_of, tokenizer_of
 from mimo_train.layout.run import resolve
+from mimo_train.preflight.check.media import add_media
+from mimo_train.preflight.check.report import Report
 from tests.dist.hf.test_pretrained import tensors as stored_tensors
+from tests.dist.models.composites import file_of
 from tests.dist.models.media_models import (
     AS_IS,
+    EXTENSIONS,
+    FRAMES,
     IMAGES_ALONE,
     MODELS,
     OMNI_KINDS,
     RATE,
+    SOUND,
     STEPS,
     exported,
+    heard,
     make,
+    positions_in,
     samples_of,
 )
 from tests.dist.models.test_composites import BOUND, LATER_BOUND, composed, tensors, train
 from tests.dist.ranks import run_ranks
 from tests.dist.steps import Steps, whole
+from tests.tars import write_tar
 from tests.unit.data.text.chat_templates import QWEN_VL, save_tokenizer
+from tests.videos import ODD_VIDEOS, make_video
 
 LAYOUTS = {
     "one process": ("layout=one_process", "train.micro_batch_size=1"),
@@ -60,13 +71,16 @@ LAYOUTS["fsdp2"] = (*LAYOUTS["dp2"], *FSDP, "train.micro_batch_size=1", "train.r
 LAYOUTS["fsdp2 apart"] = ("layout=two_processes", *LAYOUTS["fsdp2"][1:])
 CASES += [(AS_IS, "fsdp2"), (AS_IS, "fsdp2 apart")]
 LAYOUTS["as is"] = ("layout=one_process", "train.micro_batch_size=1", "modules.language.implementation=transformers")
-CASES += [(kind, "tp2") for kind in MODELS if kind not in ("internvl", "gemma3", AS_IS, IMAGES_ALONE)]
+CASES += [
+    (kind, "tp2") for kind in MODELS if kind not in ("internvl", "gemma3", AS_IS, IMAGES_ALONE) and SOUND not in kind
+]
 CASES += [(AS_IS, layout) for layout in ("one process", "packed", "dp2")] + [("qwen2_vl", "as is")]
 CASES += [("audioflamingo3", "one process"), ("mistral3", "packed"), ("idefics3", "dp2"), ("qwen3_vl", "packed")]
 CASES += [("qwen3_5", "one process"), ("qwen3_5_moe", "packed")]
 CASES += [("glm4v_moe", "one process")]
 CASES += [("smolvlm", "one process")]
 CASES += [("paligemma", "one process"), ("paligemma", "packed")]
+CASES += [(f"qwen2_5_omni{SOUND}", "one process"), (f"qwen3_omni_moe_thinker{SOUND}", "dp2")]
 CASES += [("qwen2_5_omni", layout) for layout in ("one process", "dp2")] + [(IMAGES_ALONE, "packed")]
 
 
@@ -91,12 +105,18 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
         "qwen3_vl_moe": ["modules.images.implementation=transformers", *experts],
         **dict.fromkeys(("qwen3_5_moe", "glm4v_moe"), experts),
         "qwen3_omni_moe_thinker": experts,
+        f"qwen3_omni_moe_thinker{SOUND}": experts,
         "gemma3": ["modules.language.layout.sp=true"] if layout == "tp2" else [],
     }.get(kind, [])
-    name = "mixed_tiny" if kind in OMNI_KINDS else "vlm_digits"
-    if kind in OMNI_KINDS:
+    is_omni = kind.removesuffix(SOUND) in OMNI_KINDS
+    name = "mixed_tiny" if is_omni else "vlm_digits"
+    if is_omni:
         sizes = [override for override in LAYOUTS[layout] if override.startswith("modules.images.")]
-        overrides += ["modules.audio.encoder.max_seconds=2", *(size.replace("images", "audio") for size in sizes)]
+        seconds = 6 if kind.endswith(SOUND) else 2
+        overrides += [f"modules.audio.encoder.max_seconds={seconds}"]
+        overrides += [size.replace("images", "audio") for size in sizes]
+    if kind.endswith(SOUND):
+        overrides += ["modules.images.encoder.sound=true", f"modules.images.encoder.video={json.dumps(FRAMES)}"]
     cfg = composed(folder, tmp_path / "run", *overrides, name=name)
     ranks = run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg, samples_of(kind)[0][0])
     last = {rank["tp"]: rank["logits"] for rank in ranks if "logits" in rank}
@@ -109,6 +129,9 @@ def test_a_media_half_learns_as_in_transformers(published, kind, layout, tmp_pat
                     np.abs(logits[number, : len(ids), : theirs.shape[1]] - theirs).max() < BOUND * np.abs(theirs).max()
                 )
                 assert ranks[0]["ids"][number, : len(ids)].tolist() == ids
+                if kind.endswith(SOUND):
+                    positions = expected["positions"][number]
+                    assert (ranks[0]["positions"][:, number, : len(ids)] == positions).all()
     curve = [(loss, norm) for _, loss, norm in whole([rank["curve"] for rank in ranks])]
     _assert_curve(curve, expected["curve"])
     if layout in ("one process", "as is"):
@@ -233,6 +256,13 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
         resolve(composed(omni, tmp_path, "data.sequence_length=300", "+modules.audio.encoder.max_seconds=3"))
     with pytest.raises(ConfigError, match="one clip takes .* or lower modules.audio.encoder.max_seconds$"):
         resolve(composed(omni, tmp_path, "data.sequence_length=20", "+modules.audio.encoder.max_seconds=2"))
+    sound = ("data.sequence_length=300", "modules.images.encoder.sound=true")
+    with pytest.raises(
+        ConfigError, match="^modules.images.encoder.sound: .* InternVLProcessor does not read the sound"
+    ):
+        resolve(composed(folder, tmp_path, *sound))
+    with pytest.raises(ConfigError, match="^modules.images.encoder.sound: .* requires one module .* modules: none"):
+        resolve(composed(published(f"qwen2_5_omni{SOUND}")[0], tmp_path, *sound))
     for key in ("optim.projector_lr=1e-3", "freeze=[projector]", "freeze_until={projector: 2}"):
         with pytest.raises(ConfigError, match=r"names the projector, which is a part of the encoder here"):
             resolve(composed(folder, tmp_path, f"modules.images.{key}"))
@@ -257,3 +287,108 @@ def test_a_media_half_that_does_not_fit_its_run_is_named(published, tmp_path):
         DataError, match="^data.tokenizer: .* is not the tokenizer of .* whose processor makes the tokens"
     ):
         build_dataset(cfg, tokenizer_of(cfg))
+
+
+@pytest.mark.parametrize("kind", OMNI_KINDS)
+def test_odd_videos_with_sound_are_read_as_in_transformers(published, kind, tmp_path):
+    folder, _ = published(f"{kind}{SOUND}")
+    run_ranks(_compare_sound, 1, folder, tmp_path)
+
+
+def _compare_sound(folder, tmp_path):
+    """Compare tokens, positions, pixels and frequencies of videos, each alone, and of several media in one sample."""
+    from transformers import AutoProcessor
+
+    small = {"height": 24, "width": 32, "seed": 1}
+    videos = {
+        "longer": ODD_VIDEOS["longer sound"](),
+        "longer, webm": ODD_VIDEOS["longer sound, webm"](),
+        "of two frames": make_video(images=2, rate=1, sound=0.5, **small),
+        "shorter": make_video("mp4", "libx264", images=90, rate=15, sound=0.3, **small),
+        "wide": make_video(images=4, height=24, width=400, seed=1, sound=0.1),
+        "silent": make_video(**small),
+    }
+    samples = [[raw, "what is said?"] for raw in videos.values()]
+    several = ["hear ", (9000,), " and ", videos["silent"], (30, 50), videos["shorter"], videos["silent"], "?"]
+    members = []
+    for number, parts in enumerate([*samples, several]):
+        media = [part for part in parts if not isinstance(part, str)]
+        messages = [{"role": "user", "content": _content(parts)}, {"role": "assistant", "content": "a"}]
+        members.append((f"{number}.json", json.dumps({"messages": messages}).encode()))
+        for at, part in enumerate(media):
+            is_video = isinstance(part, bytes)
+            name = f"{number}.{at}.{'mp4' if is_video else EXTENSIONS[len(part)]}"
+            members.append((name, part if is_video else file_of(part)))
+    shutil.copytree(folder / "model", tmp_path / "model")
+    write_tar(tmp_path / "samples.tar", members)
+    options = f"modules.images.encoder.video={json.dumps(FRAMES)}"
+    overrides = ("layout=one_process", "modules.audio.encoder.max_seconds=6", "data.sequence_length=400", options)
+    silent = composed(tmp_path, tmp_path / "run", *overrides, name="mixed_tiny")
+    cfg = composed(tmp_path, tmp_path / "run", *overrides, "modules.images.encoder.sound=true", name="mixed_tiny")
+    tokenizer, report = tokenizer_of(cfg), Report()
+    dataset, processor = build_dataset(cfg, tokenizer), AutoProcessor.from_pretrained(tmp_path / "model")
+    assert dataset.lengths_keys() != build_dataset(silent, tokenizer).lengths_keys()
+    identities = [[media.identity for media in media_of(each)] for each in (silent, cfg)]
+    assert all(before != after for before, after in zip(*identities, strict=True))
+    add_media(report, cfg)
+    assert report.tables[-1].rows[1][:3] == ("audio", "sound", "modules.images.encoder.sound")
+    for number, parts in enumerate([*samples, several]):
+        text = processor.apply_chat_template([{"role": "user", "content": _content(parts)}], add_generation_prompt=True)
+        batch = heard(processor, parts, text + "a<|im_end|>\n")
+        sample, bad = dataset.read_text(number)
+        assert bad is None, (parts[1:], bad)
+        config = hf_config(str(tmp_path / "model"))
+        ids = batch["input_ids"][0]
+        expected = ids.where(ids != config.video_token_id, config.image_token_id)
+        assert sample.input_ids[: sample.length].tolist() == expected.tolist(), number
+        (images, bad), (sounds, bad_sound) = (dataset.read_media(number, name) for name in ("images", "audio"))
+        assert bad is None and bad_sound is None
+        pixels = [item["pixel_values_videos"] for item in images if "pixel_values_videos" in item]
+        assert torch.cat(pixels).equal(batch["pixel_values_videos"])
+        assert len(sounds) == len(batch.get("input_features", ()))
+        positions = _positions_by_items(tmp_path / "model", processor.tokenizer, batch)
+        np.testing.assert_array_equal(sample.positions[:, : sample.length], positions)
+        if parts is not several:
+            whole_text = positions_in(_of_positions(str(tmp_path / "model")), batch)
+            np.testing.assert_array_equal(whole_text, positions)
+            for sound, frequencies in zip(sounds, batch.get("input_features", ()), strict=True):
+                assert sound["input_features"][0].equal(frequencies[:, : sound["input_features"].size(-1)])
+            assert [item["feature_attention_mask"].sum() for item in sounds] == [
+                *batch.get("feature_attention_mask", torch.zeros(0, 1)).sum(-1)
+            ]
+
+
+def _positions_by_items(folder, tokenizer, batch):
+    """Positions of the class, a piece of the text for each item: it takes no silent video next to one with sound."""
+    ids, config, model = batch["input_ids"][0], hf_config(str(folder)), _of_positions(str(folder))
+    vision_end, audio_end = tokenizer.convert_tokens_to_ids(["<|vision_end|>", "<|audio_eos|>"])
+    is_end = (ids == vision_end) | ((ids == audio_end) & (ids.roll(-1) != vision_end))
+    remaining = {
+        name: iter(batch.get(name, ())) for name in ("image_grid_thw", "video_grid_thw", "video_second_per_grid")
+    }
+    lengths, parts, following = iter(batch.get("feature_attention_mask", torch.zeros(0, 1)).sum(-1)), [], 0
+    for piece in ids.tensor_split(1 + is_end.nonzero()[:, 0]):
+        has_image, has_video, has_sound = (
+            bool((piece == getattr(config, f"{kind}_token_id")).any()) for kind in ("image", "video", "audio")
+        )
+        sizes = {"use_audio_in_video": has_video and has_sound}
+        sizes |= {"image_grid_thw": next(remaining["image_grid_thw"])[None]} if has_image else {}
+        if has_video:
+            sizes["video_grid_thw"] = next(remaining["video_grid_thw"])[None]
+            sizes["second_per_grids"] = torch.as_tensor(next(remaining["video_second_per_grid"]))[None]
+        sizes |= {"audio_seqlens": next(lengths)[None]} if has_sound else {}
+        piece = piece[None]
+        positions = model.get_rope_index(input_ids=piece, attention_mask=torch.ones_like(piece), **sizes)[0][:, 0]
+        parts.append(positions + following)
+        following += positions[0, -1] + 1
+    return torch.cat(parts, 1).numpy()
+
+
+def _content(parts):
+    kinds = {1: "audio", 2: "image"}
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "video" if isinstance(part, bytes) else kinds[len(part)]}
+        for part in parts
+    ]

@@ -54,7 +54,11 @@ def test_the_sound_of_a_video_is_that_of_pyav(name):
     assert 0 <= milliseconds - len(wave) / 48 < 8  # the last block of Opus in WebM is cut by its decoder
     assert torch.equal(wave, expected) and abs(len(wave) - 5 * 48000) < 2048
     low = torchaudio.functional.resample(wave, 48000, 16000)
-    assert torch.equal(decode_sound(raw, 16000), low) and torch.equal(decode_sound(raw, 16000, 700), low[:700])
+    assert torch.equal(decode_sound(raw, 16000), low)
+    samples, end = 16 * milliseconds, torch.zeros(16 * milliseconds - len(low))
+    assert torch.equal(decode_sound(raw, 16000, samples), torch.cat([low, end]))
+    with pytest.raises(DecodeError, match=r"its header says that it has 6\.00 s of sound, and it has 5\.\d\d s"):
+        decode_sound(raw, 16000, 6 * 16000)
     with pytest.raises(DecodeError, match=r"seconds, above data\.bounds\.seconds 4"):
         decode_sound(raw, 16000, bounds=Bounds(seconds=4))
     with pytest.raises(DecodeError, match="no sound track in it"):

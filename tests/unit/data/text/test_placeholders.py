@@ -225,3 +225,18 @@ def test_what_forms_no_grid_counts_like_text():
     ids = [CLIP, CLIP, IMAGE, IMAGE, IMAGE, 7]
     media = {IMAGE: [(1, None), (2, (1, 2))], CLIP: [(2, None)]}
     assert positions(ids, media) == [[0, 1, 2, 3, 3, 5], [0, 1, 2, 3, 3, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_sound_counts_from_the_first_position_of_its_video():
+    ids = [7, 8, IMAGE, IMAGE, CLIP, IMAGE, IMAGE, 9, 8]  # times 0 and 1 of two columns
+    media = {IMAGE: [(4, (1, 2, 2, 1.0, 1, 1))], CLIP: [(1, None)]}
+    assert positions(ids, media) == [
+        [0, 1, 2, 2, 2, 3, 3, 4, 5],
+        [0, 1, 2, 2, 2, 2, 2, 4, 5],
+        [0, 1, 2, 3, 2, 2, 3, 4, 5],
+    ]
+    shared = {IMAGE: [(4, (1, 2, 2, 1.0, 1, 0))], CLIP: [(1, None)]}
+    assert positions(ids, shared)[0] == [0, 0, 1, 1, 1, 2, 2, 3, 3]
+    # Text counts from the last token alone, which has a smaller position than the third column.
+    ids = [7, IMAGE, IMAGE, IMAGE, CLIP, 9]
+    assert positions(ids, {IMAGE: [(3, (1, 3, 1, 1.0, 1, 1))], CLIP: [(1, None)]})[2] == [0, 1, 2, 3, 1, 2]
