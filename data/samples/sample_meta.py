@@ -220,11 +220,14 @@ class SampleTable:
         needed = sum(map(sum, tokens.values()))
         if needed > self._sequence_length:
             bound = f"data.sequence_length is {self._sequence_length}"
-            return (
-                {},
-                f"its media alone need {needed} tokens, but {bound}. Raise it, or use smaller media or fewer frames",
-            )
+            remedy = self._fewer_frames() if any(item.kind == "video" for item in members.get("image", ())) else ""
+            return {}, f"its media alone need {needed} tokens, but {bound}. Raise it, or use smaller media{remedy}"
         return tokens, None
+
+    def _fewer_frames(self) -> str:
+        reader = next(media for media in self._modules if media.kind == "image")
+        key = "data.video" if reader.video_frames is None else f"modules.{reader.module}.encoder.video"
+        return f", or fewer frames of videos ({key})"
 
     def step(
         self, rows: Rows, lengths: np.ndarray | None = None, fields: Sequence[tuple[Fields, np.ndarray]] = ()

@@ -4,12 +4,14 @@ width in pixels, number of frames, and numerator and denominator of its frames p
 
 import inspect
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import validate_typed_dict
 from transformers.image_utils import SizeDict
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
@@ -37,6 +39,12 @@ NUMBERS = "_prepend_local_ids"
 """Method of processors that number the images of a text, and some its videos too (MiniCPM)."""
 TIMES = "seconds_per_chunk", "position_id_per_seconds"
 """Options by which Qwen-Omni's processor joins frames and sound."""
+_CHOICES = "fps", "num_frames"
+"""Options that choose frames."""
+_PROBES = {"fps": (0.5, 4.0), "num_frames": (8, 16), "max_frames": (4, 8), "min_frames": (100, 200)}
+"""Values for which a processor that reads the option chooses different frames of EXAMPLE."""
+_FIXED = "patch_size", "temporal_patch_size", "merge_size"
+"""Options that follow from the weights."""
 _CALL_OPTIONS = {
     *("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"),
     *("return_metadata", "return_tensors"),
@@ -74,12 +82,22 @@ class VideoProcessor:
             raise EncoderError(
                 f"{type(part).__name__} has no option {sorted(unknown)[0]}. It has {', '.join(sorted(known))}"
             )
+        for name, value in options.items():
+            # VideoLLaMA 3 gets the size of its squares with each video.
+            is_fixed = name in _FIXED and f"video_{name}s" not in processor.model_input_names
+            if is_fixed and value != getattr(part, name):
+                raise EncoderError(f"{name} is {getattr(part, name)} in the weights, and set to {value}. Remove it")
+            if name in _PROBES and value is not None and not reads_option(part, name):
+                raise EncoderError(f"{type(part).__name__} ignores {name}. Remove it")
         # As attributes too, like those of a file: Qwen3-VL ignores `max_frames` in a call (transformers 5.23).
         if options:
             try:
+                validate_typed_dict(
+                    part.valid_kwargs, {name: value for name, value in options.items() if value is not None}
+                )
                 part = type(part).from_dict(part.to_dict(), **options)
             except Exception as error:  # of many classes
-                raise EncoderError(f"{type(part).__name__} rejects options {dict(options)}: {error}") from error
+                raise EncoderError(f"{type(part).__name__} rejects options {dict(options)}: {_line(error)}") from error
             processor = copy(processor)
             processor.video_processor = part
         self._images, self._part, self.pad = images, part, images.pad
@@ -88,12 +106,19 @@ class VideoProcessor:
         given = {name: value for name, value in merged["videos_kwargs"].items() if value is not None} | {**options}
         if "use_token_compression" in known:  # the number of tokens would depend on pixels
             given["use_token_compression"] = False
+        if "cap_pixels_per_frame" in known:  # the default of transformers 5.23, which warns on every process
+            given.setdefault("cap_pixels_per_frame", False)
         self._merged, self.options, self._unread = merged, given, {*images.unread, "video_metadata"}
         self.sampling = self._choose_sampling(options)
         used = json.dumps([given, self.sampling], default=str, sort_keys=True)
         self.identity = f"{type(processor).__name__} {part.to_json_string()} {used}"
         self._of_extent = lru_cache(SIZES)(self._of_empty)
         self._is_numbered = hasattr(processor, NUMBERS) and self._has_numbers()
+        if options:
+            try:
+                self.rows(*EXAMPLE)
+            except EncoderError as error:
+                raise EncoderError(f"{error}. Options: {dict(options)}") from error
 
     def frames(self, *extent: int) -> Sequence[int]:
         """Return the numbers of the frames that are read, ascending. Raise EncoderError if the processor cannot choose
@@ -158,9 +183,11 @@ class VideoProcessor:
         return int(self._part.merge_size)
 
     @property
-    def colours(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of each channel, of pixels in [0, 1]."""
-        return [*self._part.image_mean], [*self._part.image_std]
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        """Mean and standard deviation of each channel, of pixels in [0, 1]; None if pixels are scaled otherwise."""
+        part = self._part
+        is_usual = part.do_rescale and part.do_normalize and math.isclose(part.rescale_factor, 1 / 255)
+        return ([*part.image_mean], [*part.image_std]) if is_usual else None
 
     def frame_pairs(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> torch.Tensor:
         """Return the resized frames of `read`, as the tower of Qwen-VL joins them, uint8 [times, frames of a patch, 3,
@@ -173,26 +200,38 @@ class VideoProcessor:
         return patches.reshape(times, frames_of_patch, 3, rows * side, columns * side)
 
     def _choose_sampling(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        is_chosen = {"fps", "num_frames"} & {name for name, value in options.items() if value is not None}
+        """Return the default of `sampling`, which other options do not change. Raise EncoderError if an option is
+        rejected."""
+        if not options:
+            return self._default_sampling()
+        is_chosen = any(options.get(name) is not None for name in _CHOICES)
+        sampling = {} if is_chosen else videos_of(self._images.path, self._images.pad, {}).sampling
+        count = options.get("num_frames")
+        frames = max(EXAMPLE[2], 2 * count) if isinstance(count, int) else EXAMPLE[2]
+        try:
+            self._numbers((*EXAMPLE[:2], frames, *EXAMPLE[3:]), sampling)
+        except EncoderError as error:
+            others = [name for name in _CHOICES if name not in options and getattr(self._part, name, None) is not None]
+            remedy = "".join(f". {name} is {getattr(self._part, name)} by default: set it to null" for name in others)
+            raise EncoderError(f"{error}. Options: {dict(options)}{remedy if is_chosen else ''}") from error
+        return sampling
+
+    def _default_sampling(self) -> dict[str, Any]:
         bounded = "max_frames" in self._part.valid_kwargs.__annotations__
-        tried: list[dict[str, Any]] = [{}] if self._part.do_sample_frames or is_chosen else []
-        if not is_chosen:
-            tried += DEFAULTS if bounded else DEFAULTS[1:]
+        tried: list[dict[str, Any]] = [{}] if self._part.do_sample_frames else []
         reason: Exception | None = None
-        for sampling in tried:
+        for sampling in (*tried, *(DEFAULTS if bounded else DEFAULTS[1:])):
             try:
                 self._numbers(EXAMPLE, sampling)
             except EncoderError as error:
                 reason = reason or error
                 continue
             return sampling
-        raise EncoderError(f"{reason}. Options: {dict(options)}") from reason
+        raise EncoderError(f"{reason}") from reason
 
     def _numbers(self, extent: Sequence[int], sampling: Mapping[str, Any]) -> Any:
         """Return the frame numbers as the processor chooses them."""
-        part, frames = self._part, extent[2]
-        options = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
-        options = {name: value for name, value in options.items() if name not in _CALL_OPTIONS}
+        part, frames, options = self._part, extent[2], _attributes(self._part)
         options |= {**{name: value for name, value in self.options.items() if name in options}, **sampling}
         if sampling.get("num_frames", 0) > frames:
             options["num_frames"] = frames
@@ -204,8 +243,7 @@ class VideoProcessor:
         except Exception as error:  # of many classes, also for few frames
             if frames <= (options.get("num_frames") or of_patch):
                 return list(range(frames))
-            reason = " ".join(str(error).split())
-            raise EncoderError(f"{type(part).__name__} chooses no frames of {frames}: {reason}") from error
+            raise EncoderError(f"{type(part).__name__} chooses no frames of {frames}: {_line(error)}") from error
 
     def _process_each(
         self, frames: Iterable[torch.Tensor], extent: Sequence[int], **further: bool
@@ -291,7 +329,30 @@ class VideoProcessor:
             return text, {
                 name: torch.as_tensor(inputs[name], dtype=types.get(name)) for name in SIZE_TENSORS if name in inputs
             }
-        raise EncoderError(f"{type(self._part).__name__} cannot process it: {reason}") from reason
+        raise EncoderError(f"{type(self._part).__name__} cannot process it: {_line(reason)}") from reason
+
+
+def _attributes(part: Any) -> dict[str, Any]:
+    """Return the values of a video processor's options."""
+    return {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__.keys() - _CALL_OPTIONS}
+
+
+def reads_option(part: Any, name: str) -> bool:
+    """True if a video processor chooses frames by an option: GLM-4.6V ignores `fps` (transformers 5.23)."""
+    chosen = []
+    for value in _PROBES[name]:
+        probed = type(part).from_dict(part.to_dict(), **{name: value})
+        try:
+            numbers = probed.sample_frames(metadata=_metadata(EXAMPLE), **_attributes(probed))
+        except Exception:  # of many classes: another option excludes it
+            return True
+        chosen.append([int(number) for number in numbers])
+    return chosen[0] != chosen[1]
+
+
+def _line(error: Exception | None) -> str:
+    """Return the message of an error as one line."""
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _metadata(extent: Sequence[int]) -> VideoMetadata:

@@ -281,7 +281,7 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
             )
         if encoder.reads_videos and cfg.data.video != VideoConfig():
             text = f"is set, but {prefix} reads videos as its processor does. Set {prefix}.encoder.video, for example"
-            yield Fault("data.video", f"{text} {{fps: 1, max_frames: 64}}")
+            yield Fault("data.video", f"{text} {{fps: 1}}")
         if encoder.sound:
             yield from _sound_faults(name, cfg)
         is_of_another = cfg.modules[LANGUAGE].pretrained != getattr(encoder, "path", "")

@@ -99,9 +99,13 @@ class _QwenSpec(VideoKeys, PatchSpec):
         if self.resize != "native":
             faults.append(("resize", f"must be native, is {self.resize!r}"))
         faults += self.rotary_faults() + self.video_faults()
-        if not faults and self.reads_videos and self.videos().colours != (self.pixel_mean, self.pixel_std):
-            text = "is true, and the mean or deviation of video frames differs from that of images. Set it to false"
-            faults.append(("reads_videos", text))
+        if not faults and self.reads_videos and self.videos().normalization != (self.pixel_mean, self.pixel_std):
+            options = "do_rescale, rescale_factor, do_normalize, image_mean, image_std"
+            if is_changed := any(name in self.video for name in options.split(", ")):
+                text = f"frames must be normalized as images are. Remove {options}"
+            else:
+                text = f"is true, and frames are normalized otherwise than images ({options}). Set it to false"
+            faults.append(("video" if is_changed else "reads_videos", text))
         return faults
 
 

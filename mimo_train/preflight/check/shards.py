@@ -34,7 +34,6 @@ from mimo_train.preflight.check.report import Report, fault_of, spread
 
 if TYPE_CHECKING:
     from data.order.step import TextSample
-    from data.samples.protocol import Samples
     from data.samples.shard_dataset import ShardDataset
     from data.text.templates import Template
 
@@ -175,21 +174,24 @@ def _add_row_groups(report: Report, cfg: ConfigContainer, key: str, dataset: Sha
 
 
 def _add_first_samples(
-    report: Report, cfg: ConfigContainer, key: str, dataset: Samples, tokenizer: Any, seen: Seen, rows: list
+    report: Report, cfg: ConfigContainer, key: str, dataset: ShardDataset, tokenizer: Any, seen: Seen, rows: list
 ) -> None:
     first = range(min(FIRST_SAMPLES, len(dataset)))
     modules = [item.module for item in dataset.modules]
     seen.fingerprint = dataset.fingerprint
     texts: list[TextSample] = []
     bad, without_loss = list[str](), list[str]()
-    counts: dict[str, list[int]] = {module: [] for module in modules}
+    counts: dict[str, list[dict[str, int]]] = {module: [] for module in modules}
+    largest = {module: list[float]() for module in modules}
     dataset.inspects = True
     try:
         for number in first:
             text, fault = dataset.read_text(number)
             for module in modules:
                 inputs, media_fault = dataset.read_media(number, module)
-                counts[module].append(len(inputs))
+                counts[module].append(_counts_of(cfg, dataset, number, module))
+                most = cfg.modules[module].encoder.most_tokens(cfg.modules[module].projector.merge)
+                largest[module].append(max(len(inputs), dataset.token_counts(number)[module] / max(most, 1)))
                 fault = fault or media_fault
             if fault is not None:
                 bad.append(f"{fault.shard}, key {shown(fault.key)}: {shown(fault.reason)}")
@@ -204,10 +206,13 @@ def _add_first_samples(
         dataset.close()
     if texts:
         _add_rendered(texts[0], tokenizer, seen.row("first sample"), rows)
-    seen.media_per_sample = {name: sum(numbers) / len(numbers) for name, numbers in counts.items()}
+    seen.media_per_sample = {name: sum(numbers) / len(numbers) for name, numbers in largest.items()}
     label = seen.row(f"first {len(first)}")
-    for name, numbers in counts.items():
-        rows.append((label, f"{cfg.modules[name].encoder.medium}s of {name}", f"{spread(numbers)} a sample"))
+    for name, of_samples in counts.items():
+        for medium in dict.fromkeys(medium for of_sample in of_samples for medium in of_sample):
+            numbers = [of_sample.get(medium, 0) for of_sample in of_samples]
+            if any(numbers) or "video" not in medium:
+                rows.append((label, f"{medium}s of {name}", f"{spread(numbers)} a sample"))
     if texts:
         limit, lengths = cfg.data.sequence_length, [answer.length for text in texts for answer in text.answers]
         rows.append((label, "tokens used", f"{spread(lengths)}, of data.sequence_length {limit}"))
@@ -225,6 +230,18 @@ def _add_first_samples(
         )
     _add_text_remarks(report, f"{key}: {{}} of the first {len(first)} samples", texts, tokenizer.template)
     _add_bad(report, dataset.allowed_bad_samples, key, bad, len(first))
+
+
+def _counts_of(cfg: ConfigContainer, dataset: ShardDataset, number: int, module: str) -> dict[str, int]:
+    """Return the numbers of a module's images, videos and frames of these, or audio items, in a sample."""
+    from data.samples.sample_meta import extent_of
+
+    encoder = cfg.modules[module].encoder
+    members = dataset.meta(number).members[encoder.kind]
+    videos = [member for member in members if member.kind == "video"]
+    frames = sum(1 if member.frame else len(encoder.video_frames(*extent_of(member))) for member in videos)
+    first = sum(member.frame is None or member.frame.number == 0 for member in videos)
+    return {encoder.medium: len(members) - len(videos), "video": first, "video frame": frames}
 
 
 def _add_bad(report: Report, allowed: int, key: str, bad: list[str], count: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from data.media.headers import parse_video_header_bytes
 from data.media.options import Bounds
 from data.media.video import decode_frames
+from mimo_train.config.errors import ConfigError
 from tests.dist.all_types.flow import composed, make, outcome
 from tests.dist.all_types.test_all_types import ALL, BOUND
 from tests.dist.ranks import run_ranks
@@ -28,6 +29,21 @@ MINUTES = {
     "glm46v": ("120", "the model's processor", "27840 of 20000"),
 }
 """What `check` says of a minute of video: frames, by which they are chosen, tokens."""
+REJECTED = {
+    "qwen2_vl": [
+        ({"max_frames": "many"}, "expected int, got str"),
+        ({"max_frames": 1}, "chooses no frames of 600"),
+        ({"size": 32}, "cannot process it"),
+        ({"patch_size": 7}, "patch_size is 14 in the weights, and set to 7. Remove it"),
+    ],
+    "qwen3_vl": [
+        ({"num_frames": 4}, "fps is 2 by default: set it to null"),
+        ({"rescale_factor": 0.5}, "frames must be normalized as images are"),
+        ({"merge_size": 1}, "merge_size is 2 in the weights"),
+    ],
+    "glm46v": [({"fps": 1.0}, "Glm46VVideoProcessor ignores fps. Remove it")],
+}
+"""Options that are config errors, and what these say."""
 LONG = "4 hours"
 FEW = ("minicpmv4_7", "qwen2_5_vl", "qwen3_vl")
 """Types that always run: positions by the class and tiles, seconds in positions, features of several layers."""
@@ -55,6 +71,11 @@ def test_odd_videos(tmp_path):
 
 
 def _compared(folder):
+    from transformers import Glm46VVideoProcessor, Qwen3VLVideoProcessor
+
+    from encoders.transformers_media.videos import reads_option
+
+    assert not reads_option(Glm46VVideoProcessor(), "fps") and reads_option(Qwen3VLVideoProcessor(), "fps")
     videos = {name: made() for name, made in ODD_VIDEOS.items()}
     frames = {name: _every_frame(raw) for name, raw in videos.items()}
     for kind, options in KINDS.items():
@@ -80,6 +101,7 @@ def _compare(kind, folder, videos, frames, options):
     from transformers.video_utils import VideoMetadata
 
     from mimo_train.inputs.datasets import shard_dataset, tokenizer_of, training_sources
+    from mimo_train.layout.run import resolve
     from mimo_train.preflight.check.media import add_media
     from mimo_train.preflight.check.report import Report
 
@@ -101,6 +123,9 @@ def _compare(kind, folder, videos, frames, options):
     other = shard_dataset(cfg, tokenizer, training_sources(cfg))
     assert other.lengths_keys() != dataset.lengths_keys(), "lengths of texts are kept for a processor's options"
     encoder.video = options
+    for rejected, message in REJECTED.get(kind, ()):
+        with pytest.raises(ConfigError, match=f"^modules.images.encoder.video: .*{message}"):
+            resolve(composed(folder, "video", f"modules.images.encoder.video={json.dumps(rejected)}"))
     add_media(report, cfg)
     assert report.tables[-1].rows == [("images", *MINUTES[kind])]
     processor = AutoProcessor.from_pretrained(folder / "model")

@@ -244,6 +244,9 @@ def test_a_video_may_be_one_item(dataset, tmp_path):
     originals = read_originals(data, 0)
     assert originals["video"] == [film] and [*originals["image"][0].shape] == [3, 20, 30]
     assert "cut off" in data.read_text(1)[1].reason
+    for modules, key in (([media], "modules.images.encoder.video"), ([images()], "data.video")):
+        reason = dataset(tmp_path / "s.tar", modules, 5, shuffle=False).meta(0).bad_reason
+        assert reason.endswith(f"Raise it, or use smaller media, or fewer frames of videos ({key})")
     other = replace(images(), module="details", placeholder="<image:details>")
     with pytest.raises(DataError, match="modules.images reads videos as such, and modules.details as images"):
         dataset(tmp_path / "s.tar", [media, other])

@@ -41,6 +41,22 @@ def test_images_in_a_sample_count_for_memory(capsys):
     assert "1.0 on average, 0 to 2 a sample" in out
 
 
+def test_frames_of_videos_are_no_images(capsys):
+    pytest.importorskip("av")
+    from tests.videos import make_video
+
+    film = [("x.0.mp4", make_video()), ("x.1.png", image()), ("x.json", record("<video><image>What?"))]
+    shard(Path("a.tar"), *film, ("y.json", record("No video?")))
+    _, out, _ = run(capsys, *on("a.tar"))
+    rows = dict(re.findall(r"first 2 +(.*) of images +(.*) a sample", out))
+    assert rows == {
+        "images": "0.5 on average, 0 to 1",
+        "videos": "0.5 on average, 0 to 1",
+        "video frames": "1.5 on average, 0 to 3",
+    }
+    assert "activations of images: for 2.00 images a sample" in out
+
+
 @pytest.mark.parametrize(
     ("name", "members", "said"),
     [
