@@ -197,11 +197,14 @@ MAY_CHANGE_IN_A_NEW_RUN = MAY_CHANGE | {
     "image_size",
     "max_pixels",
     "min_pixels",
+    "reads_videos",
     "resize",
     "rope_base",
     "rope_scaling",
+    "sound",
+    "video",
 }
-"""Keys that a new run may change for its initial weights: larger images, longer texts."""
+"""Keys that a new run may change for its initial weights: larger images, longer texts, videos."""
 
 SPECS = ("encoder", "projector", "llm")
 """Keys of a module's parts."""

@@ -13,6 +13,7 @@ from data.errors import DataError
 from encoders.transformers_media.directory import _of_positions, hf_config
 from mimo_train.config.errors import ConfigError, UserError
 from mimo_train.config.pretrained.config_of_directory import config_of_directory
+from mimo_train.config.pretrained.fill_in import changed_choices
 from mimo_train.inputs.datasets import build_dataset, media_of, tokenizer_of
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check.media import add_media
@@ -330,6 +331,8 @@ def _compare_sound(folder, tmp_path):
     assert dataset.lengths_keys() != build_dataset(silent, tokenizer).lengths_keys()
     identities = [[media.identity for media in media_of(each)] for each in (silent, cfg)]
     assert all(before != after for before, after in zip(*identities, strict=True))
+    change = "modules.images.encoder.sound is True in this run and False in the exported files"
+    assert change in changed_choices(cfg, "images")
     add_media(report, cfg)
     assert report.tables[-1].rows[1][:3] == ("audio", "sound", "modules.images.encoder.sound")
     for number, parts in enumerate([*samples, several]):

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mimo_train.checkpoint.resume.config_diff import key_changes, module_changes, plain
+from encoders.transformers_media.spec import MediaImages
+from mimo_train.checkpoint.resume.config_diff import MAY_CHANGE, key_changes, module_changes, plain
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 
 
@@ -88,3 +89,10 @@ def test_adapters_of_a_new_run_fit_the_weights_that_it_starts_from(before, now, 
     config = {"modules": {"language": plain(ModuleConfig(lora=LoraConfig(**before)))}}
     changed = list(module_changes(config, "language", ModuleConfig(lora=LoraConfig(**now)), "a"))
     assert (key in changed[0]) if key else changed == []
+
+
+def test_a_new_run_may_read_videos_and_their_sound_in_another_way():
+    config = {"modules": {"images": plain(ModuleConfig(encoder=MediaImages()))}}
+    videos = {"reads_videos": True, "video": {"fps": 1}, "sound": True}
+    assert list(module_changes(config, "images", ModuleConfig(encoder=MediaImages(**videos)), "a")) == []
+    assert not MAY_CHANGE & videos.keys(), "a resumed run would have other texts"
