@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.cpu import attention as cpu_attention
+from mimo_train.cpu import kernels
 from mimo_train.layout.kernels import compiled_modules
 from mimo_train.models.attention import SdpaAttention
 
@@ -80,7 +81,9 @@ class DenseLayer:
         self._activation, self._gated = layer.config.activation_func, layer.config.gated_linear_unit
         # `cpu_attention` reads queries, keys and values as they are projected.
         is_plain = self._query_norm is None and self._key_norm is None
-        self._has_cpu_attention = getattr(layer.config, "cpu_kernels", False) and is_plain and self._core.is_plain
+        has_cpu_kernels = getattr(layer.config, "cpu_kernels", False)
+        self._linear = kernels.linear if has_cpu_kernels else F.linear
+        self._has_cpu_attention = has_cpu_kernels and is_plain and self._core.is_plain
 
     @classmethod
     def of(cls, layer: TransformerLayer) -> "DenseLayer | None":
@@ -143,19 +146,19 @@ class DenseLayer:
     def _mixed(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Return [S, B, G, E, D]: for each key head its queries, its key and its value."""
         qkv, norm = self._linears[0], self._norms[0]
-        mixed = F.linear(norm(hidden_SBH), qkv.weight, qkv.bias)
+        mixed = self._linear(norm(hidden_SBH), qkv.weight, qkv.bias)
         return mixed.unflatten(-1, (self._groups, self._heads // self._groups + 2, self._width))
 
     def _after_attention(self, hidden_SBH: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         _, proj, fc1, fc2 = self._linears
-        hidden_SBH = hidden_SBH + F.linear(context, proj.weight, proj.bias)
-        inner = F.linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)
+        hidden_SBH = hidden_SBH + self._linear(context, proj.weight, proj.bias)
+        inner = self._linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)
         if self._gated:
             gate, inner = inner.chunk(2, dim=-1)
             inner = self._activation(gate) * inner
         else:
             inner = self._activation(inner)
-        return hidden_SBH + F.linear(inner, fc2.weight, fc2.bias)
+        return hidden_SBH + self._linear(inner, fc2.weight, fc2.bias)
 
     def _rotation(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of a layer's angles, with the sines of the first half of a head negated. Computed

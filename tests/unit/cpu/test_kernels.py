@@ -1,11 +1,11 @@
-"""RMSNorm on a CPU: torch's numbers, with a backward pass of its own."""
+"""Matmuls and RMSNorm on a CPU: torch's numbers, with backward passes of their own."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mimo_train.cpu import kernels as module
-from mimo_train.cpu.kernels import rms_norm
+from mimo_train.cpu.kernels import ROWS, WIDTH, linear, rms_norm
 
 H, EPS = 24, 1e-5
 
@@ -60,3 +60,24 @@ def test_torch_computes_the_rest(monkeypatch):
         assert torch.equal(rms_norm(inputs, weight, EPS), F.rms_norm(inputs, (H,), weight, EPS))
     monkeypatch.setattr(module.torch.compiler, "is_compiling", lambda: True)
     assert not _is_own(rms_norm(inputs, weight, EPS))
+
+
+@pytest.mark.parametrize("trained", [(0, 1, 2), (0, 1), (1, 2), (0,), (1,)])
+@pytest.mark.parametrize("shape", [(2, ROWS, WIDTH), (ROWS + 1, 3, WIDTH + 5)], ids=["multiples", "odd"])
+def test_products_are_those_of_torch(shape, trained):
+    torch.manual_seed(1)
+    given = [torch.randn(shape), torch.randn(WIDTH + 1, shape[-1]), torch.randn(WIDTH + 1) if 2 in trained else None]
+    leaves = [given[index].requires_grad_() for index in trained]
+    ours, theirs = linear(*given), F.linear(*given)
+    assert type(ours.grad_fn).__name__ == "_LinearBackward"
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    gradient = torch.randn(shape[1], shape[0], WIDTH + 1).transpose(0, 1)  # not contiguous
+    pairs = zip(torch.autograd.grad(ours, leaves, gradient), torch.autograd.grad(theirs, leaves, gradient), strict=True)
+    for pair in pairs:
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(ROWS - 1, WIDTH), (ROWS, WIDTH - 1)])
+def test_torch_computes_small_products(shape):
+    inputs, weight = torch.randn(shape), torch.randn(WIDTH, shape[-1], requires_grad=True)
+    assert torch.equal(linear(inputs, weight, None), F.linear(inputs, weight))
