@@ -81,9 +81,9 @@ class DenseLayer:
         self._activation, self._gated = layer.config.activation_func, layer.config.gated_linear_unit
         # `cpu_attention` reads queries, keys and values as they are projected.
         is_plain = self._query_norm is None and self._key_norm is None
-        has_cpu_kernels = getattr(layer.config, "cpu_kernels", False)
-        self._linear = kernels.linear if has_cpu_kernels else F.linear
-        self._has_cpu_attention = has_cpu_kernels and is_plain and self._core.is_plain
+        self._has_cpu_kernels = getattr(layer.config, "cpu_kernels", False)
+        self._linear = kernels.linear if self._has_cpu_kernels else F.linear
+        self._has_cpu_attention = self._has_cpu_kernels and is_plain and self._core.is_plain
 
     @classmethod
     def of(cls, layer: TransformerLayer) -> "DenseLayer | None":
@@ -153,7 +153,9 @@ class DenseLayer:
         _, proj, fc1, fc2 = self._linears
         hidden_SBH = hidden_SBH + self._linear(context, proj.weight, proj.bias)
         inner = self._linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)
-        if self._gated:
+        if self._has_cpu_kernels and self._gated and self._activation is F.silu:
+            inner = kernels.swiglu(inner)
+        elif self._gated:
             gate, inner = inner.chunk(2, dim=-1)
             inner = self._activation(gate) * inner
         else:

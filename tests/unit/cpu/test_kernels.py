@@ -1,11 +1,11 @@
-"""Matmuls and RMSNorm on a CPU: torch's numbers, with backward passes of their own."""
+"""Matmuls, SwiGLU and RMSNorm on a CPU: torch's numbers, with backward passes of their own."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mimo_train.cpu import kernels as module
-from mimo_train.cpu.kernels import ROWS, WIDTH, linear, rms_norm
+from mimo_train.cpu.kernels import ROWS, WIDTH, linear, rms_norm, swiglu
 
 H, EPS = 24, 1e-5
 
@@ -81,3 +81,13 @@ def test_products_are_those_of_torch(shape, trained):
 def test_torch_computes_small_products(shape):
     inputs, weight = torch.randn(shape), torch.randn(WIDTH, shape[-1], requires_grad=True)
     assert torch.equal(linear(inputs, weight, None), F.linear(inputs, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_activations_are_those_of_torch(dtype):
+    torch.manual_seed(1)
+    inner = torch.randn(7, 3, 40, dtype=dtype, requires_grad=True)
+    gate, up = inner.chunk(2, dim=-1)
+    ours, theirs, gradient = swiglu(inner), F.silu(gate) * up, torch.randn(3, 7, 20, dtype=dtype).transpose(0, 1)
+    assert type(ours.grad_fn).__name__ == "_SwiGLUBackward" and torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad(output, inner, gradient)[0] for output in (ours, theirs)))
