@@ -35,6 +35,26 @@ def without_attention() -> None:
     attention.supports = lambda hidden: False
 
 
+def without_linear() -> None:
+    """Let MKL compute the matmuls of layers."""
+    from mimo_train.cpu import kernels
+
+    kernels.ROWS = sys.maxsize
+
+
+def without_swiglu() -> None:
+    """Let autograd compute gated activations."""
+    import torch.nn.functional as F
+
+    from mimo_train.cpu import kernels
+
+    def swiglu(inner):
+        gate, up = inner.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    kernels.swiglu = swiglu
+
+
 def without_rms_norm() -> None:
     """Let torch compute RMSNorm."""
     import torch.nn.functional as F
@@ -74,6 +94,8 @@ def without_dense_layers() -> None:
 
 PATHS: dict[str, Callable[[], None]] = {
     "attention": without_attention,
+    "linear": without_linear,
+    "swiglu": without_swiglu,
     "rms_norm": without_rms_norm,
     "cross_entropy": without_cross_entropy,
     "gradient_sums": without_gradient_sums,

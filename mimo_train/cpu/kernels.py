@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-
 ROWS, WIDTH = 128, 384
 """Rows, and inputs and outputs, from which `linear` calls oneDNN: it is slower for fewer rows or a narrower weight."""
 
