@@ -221,11 +221,18 @@ def _of_all_stages[Value](value: Value, stages: dist.ProcessGroup) -> list[Value
 
 
 def matching_parameters(
-    chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup
+    chunks: list[torch.nn.Module],
+    patterns: list[str],
+    key: str,
+    stages: dist.ProcessGroup,
+    *,
+    only_trained: bool = False,
 ) -> dict[str, list[torch.nn.Parameter]]:
-    """Return this rank's parameters by matching pattern. Arguments and errors are as in `freeze`. Collective over
-    `stages`."""
+    """Return this rank's parameters by matching pattern, without frozen ones if `only_trained`. Arguments and errors
+    are as in `freeze`. Collective over `stages`."""
     named = [pair for chunk in chunks for pair in global_names(chunk).items()]
+    if only_trained:
+        named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     matched = {
         pattern: [parameter for name, parameter in named if fnmatchcase(name, PARTS.get(pattern, pattern))]
         for pattern in patterns
@@ -235,5 +242,6 @@ def matching_parameters(
         missing = set.intersection(*_of_all_stages(missing, stages))
     if missing:
         examples = ", ".join(name for name, _ in named[:3])
-        raise UserError(f"{key}: {sorted(missing)[0]!r} matches no parameter; names look like {examples}")
+        kind = "parameter that is trained" if only_trained else "parameter"
+        raise UserError(f"{key}: {sorted(missing)[0]!r} matches no {kind}; names look like {examples}")
     return matched

@@ -35,7 +35,8 @@ def group_overrides(
 ) -> dict[ParamKey, Any]:
     """Return the settings of parameter groups: the optimizer, no decay of vectors, rates of the projector and of
     `groups`, the release step. Equal parameters have equal settings on every rank, although each rank has only its own.
-    Collective over `stages`. Raises UserError if an entry of `groups` matches no parameter."""
+    Collective over `stages`. Raises UserError if an entry of `groups` matches no parameter
+    that is trained."""
     optim, named = cfg.modules[name].optim, [pair for chunk in chunks for pair in global_names(chunk).items()]
     of_module = cfg.optim_of(name)
     matrices = _hidden_matrices(chunks, has_logits=name == LANGUAGE) if of_module.name == "muon" else set()
@@ -48,7 +49,8 @@ def group_overrides(
             settings[parameter]["max_lr"] = optim.projector_lr
         if parameter in releases:
             settings[parameter][RELEASE] = releases[parameter]
-    patterns = matching_parameters(chunks, list(optim.groups), f"modules.{name}.optim.groups", stages)
+    key = f"modules.{name}.optim.groups"
+    patterns = matching_parameters(chunks, list(optim.groups), key, stages, only_trained=True)
     for pattern, parameters in patterns.items():
         group = optim.groups[pattern]
         values: dict[str, Any] = rates_of(group)

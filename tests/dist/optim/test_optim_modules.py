@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from data.demo.make import make_demo
+from mimo_train.config.errors import UserError
 from mimo_train.layout.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import RATE, TOLERANCE, config, curve, largest_difference, train_on_ranks
@@ -59,6 +60,18 @@ def test_groups_follow_the_settings_of_their_module(digits, tmp_path):
         (RATE, pytest.approx(0.01)),
         (RATE, pytest.approx(0.3)),
     ]
+
+
+def _message(cfg) -> str:
+    with pytest.raises(UserError) as raised:
+        Steps(cfg)
+    return str(raised.value)
+
+
+def test_a_group_of_weights_that_adapters_freeze_is_an_error(digits, tmp_path):
+    groups = "modules.language.optim.groups={'decoder.layers.0.*linear_qkv.weight': {lr: 1e-3}}"
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "modules.language.lora.rank=2", groups)
+    assert "linear_qkv.weight' matches no parameter that is trained" in run_ranks(_message, 1, cfg)[0]
 
 
 def test_settings_of_modules_give_the_numbers_of_one_process_and_are_logged(digits, tmp_path):
