@@ -62,10 +62,11 @@ SOUND = " with sound"
 HEARD: list[tuple[list[Any], str]] = [
     (["what is said in ", (30, 10, 24, 32, 5), " next to ", (30, 50), "?"], "a small wall, and a long one"),
     (["no media: which digit is green?"], "three"),
-    ([(45, 10, 48, 64, 1), "read the digits"], "1 2 3"),
-    (["both?", (13, 4, 60, 30, 2), (7, 2, 24, 32, 2)], "yes"),
+    ([(17001,), "read the digits", (70, 45)], "1 2 3"),
+    (["both?", (13, 4, 60, 30, 1), (7, 2, 24, 32, 1)], "yes"),
 ]
-"""Videos with sound, (frames, frames per second, height, width, seconds of sound): longer, shorter, and two as long."""
+"""Videos with sound, (frames, frames per second, height, width, seconds of sound), longer and shorter than the video,
+and media of the others."""
 FRAMES = {"size": {"shortest_edge": 196, "longest_edge": 2000}}
 """Options of the video processor."""
 
@@ -325,7 +326,6 @@ MODELS = {
     "glm4v_moe": _glm4v_moe,
     "qwen2_5_omni": _qwen2_5_omni,
     IMAGES_ALONE: _qwen2_5_omni,
-    "qwen3_omni_moe_thinker": _qwen3_omni,
     f"qwen2_5_omni{SOUND}": partial(_qwen2_5_omni, seconds=6),
     f"qwen3_omni_moe_thinker{SOUND}": _qwen3_omni,
 }

@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from data.records.conversation import Part
 from mimo_train.cli import main
 from mimo_train.config.errors import UserError
+from mimo_train.evaluation.benchmarks import on_vllm
 from mimo_train.evaluation.benchmarks.requests import Decoding, decoding_of, request_of
 from mimo_train.evaluation.benchmarks.vllm_server import VllmServer
 from mimo_train.evaluation.generation.options import Sampling
@@ -147,3 +149,10 @@ def test_options_of_tasks(arguments, said, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lmms_eval", None)
     assert main(["evaluate", "runs/none", *arguments]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_server_that_would_not_hear_what_the_model_has_learned_to_hear_is_rejected(tmp_path, monkeypatch):
+    modules = {"images": SimpleNamespace(encoder=SimpleNamespace(sound=True))}
+    monkeypatch.setattr(on_vllm, "recorded_config", lambda *_, **__: SimpleNamespace(encoders=modules, modules=modules))
+    with pytest.raises(UserError, match=r"vllm would not hear modules\.images\.encoder\.sound"):
+        on_vllm._export(tmp_path, tmp_path / "out", trust_code=False, ema=False)
