@@ -111,7 +111,7 @@ class RunDataset:
         return replace(samples[0], others=tuple(samples[1:]))
 
     def decode(self, sample: Sample) -> DecodedSample:
-        """Return the text, images and audio of a sample. Notebooks show learned tokens in colour."""
+        """Return the text, images, audio and small videos of a sample. Notebooks show learned tokens in colour."""
         from mimo_train.evaluation.predictions import shown_media
 
         ids, learned = sample.input_ids.tolist(), [False, *(sample.loss_mask > 0).tolist()]
@@ -128,6 +128,7 @@ class RunDataset:
             len(sample.input_ids),
             sum(learned),
             shown(sample.bad),
+            media["videos"],
         )
 
     def step_samples(self, step: int) -> range:

@@ -205,7 +205,9 @@ class VideoProcessor:
         if not options:
             return self._default_sampling()
         is_chosen = any(options.get(name) is not None for name in _CHOICES)
-        sampling = {} if is_chosen else videos_of(self._images.path, self._images.pad, {}).sampling
+        sampling = videos_of(self._images.path, self._images.pad, {}).sampling
+        if is_chosen:  # SmolVLM needs both; elsewhere one excludes the other
+            sampling = {name: value for name, value in sampling.items() if len(sampling) > 1 and name not in options}
         count = options.get("num_frames")
         frames = max(EXAMPLE[2], 2 * count) if isinstance(count, int) else EXAMPLE[2]
         try:

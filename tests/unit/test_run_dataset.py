@@ -158,6 +158,17 @@ def test_a_sample_with_audio_has_a_player_and_a_bad_one_its_reason(tmp_path):
     assert "Bad: " in ParsedPage(dataset.decode(bad)._repr_html_()).words and dataset.samples.bad_samples.count == 0
 
 
+def test_a_sample_with_a_video_has_a_player(tmp_path):
+    pytest.importorskip("av")
+    from tests.videos import make_video
+
+    shards = write_tar(tmp_path / "a.tar", [("a.mp4", make_video()), ("a.json", chat("<video>What?", "Grey."))])
+    dataset = open_dataset(config(str(shards)))
+    page = ParsedPage(dataset.decode(dataset[0])._repr_html_())
+    (video,) = page.all("video")
+    assert video["src"].startswith("data:video/mp4;base64,") and len(page.all("img")) == 3
+
+
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 

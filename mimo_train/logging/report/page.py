@@ -117,12 +117,13 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class DecodedSample:
-    """One decoded sample; a notebook shows it with images, audio and colours.
+    """One decoded sample; a notebook shows it with images, audio, videos and colours.
 
     Attributes:
         place: shard and key.
         images: PNG files in base64.
         audio: WAV files in base64.
+        videos: MP4 or WebM files in base64.
         learned: number of tokens with loss.
         bad: why the sample cannot be read; empty if it can.
     """
@@ -135,6 +136,7 @@ class DecodedSample:
     tokens: int
     learned: int
     bad: str = ""
+    videos: Sequence[str] = ()
 
     def __str__(self) -> str:
         """Return the text, with learned tokens in [[double brackets]] and placeholders with their count."""
