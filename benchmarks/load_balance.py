@@ -3,8 +3,9 @@
     python benchmarks/load_balance.py [--seeds 4] [--dp 64]
 
 Sizes of images are drawn: documents of 1 to 4 megapixels; photos of 0.3 to 12, reduced to 1; interleaved samples of 0
-to 12 images of 0.1 to 4, reduced to 1. Patches are 14 pixels wide. The work of an image of n patches is n + n^2 / 7680,
-that of a layer of width 1280 with attention over the whole image. A step has 16 microbatches. Each cell is the work of
+to 12 images of 0.1 to 4, reduced to 1; one video of 4 to 384 pairs of frames of 0.2 megapixels, divided by pairs or
+whole. Patches are 14 pixels wide. The work of an image or pair of n patches is n + n^2 / 7680, that of a layer of width
+1280 with attention over the whole image. A step has 16 microbatches. Each cell is the work of
 the busiest rank over the mean: summed over the passes of a step, in each of which ranks wait for each other, and in
 brackets over the whole step. A pass is a microbatch, or k of them for a frozen encoder (`prefetch_microbatches=k`).
 Processor time is that of all routes of a step.
@@ -48,16 +49,23 @@ SIZES: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
     "documents": lambda draw: patches(log_uniform(draw, 1, 4, 1)),
     "photos": lambda draw: patches(np.minimum(log_uniform(draw, 0.3, 12, 1), 1.0)),
     "interleaved": lambda draw: patches(np.minimum(log_uniform(draw, 0.1, 4, int(draw.integers(0, 13))), 1.0)),
+    "videos": lambda draw: np.repeat(patches(np.array([0.2])), int(log_uniform(draw, 4, 384, 1)[0])),
 }
-"""Patches of each image of a sample."""
+"""Patches of each image, or pair of frames, of a sample."""
+WHOLE = "videos, whole"
 
 
-def items_of(samples: list[np.ndarray]) -> MediaItems:
+def items_of(samples: list[np.ndarray], kind: str) -> MediaItems:
     """Media items of samples with images of these patches."""
-    places = np.repeat(np.arange(len(samples)), [len(images) for images in samples])
-    numbers = np.concatenate([np.arange(len(images)) for images in samples])
+    counts = np.array([len(images) for images in samples])
+    places, numbers = np.repeat(np.arange(len(samples)), counts), np.concatenate([*map(np.arange, counts)])
     loads = np.concatenate(samples)
-    return MediaItems(places, numbers, loads // 4, loads, whole_work(loads, loads**2, PAIR))
+    work = whole_work(loads, loads**2, PAIR)
+    if kind == WHOLE:
+        loads, work = (np.add.reduceat(values, np.cumsum(counts) - counts) for values in (loads, work))
+        places, numbers, counts = np.arange(len(samples)), np.zeros_like(counts), np.ones_like(counts)
+    parts = np.repeat(counts, counts) if kind == "videos" else np.ones_like(places)
+    return MediaItems(places, numbers, loads // 4, loads, work, parts)
 
 
 def main() -> None:
@@ -68,13 +76,13 @@ def main() -> None:
     args = parser.parse_args()
     print(f"| sizes | samples a rank | {' | '.join(WAYS)} | images a step | ms a step, `images` |")
     print("|---" * (len(WAYS) + 4) + "|")
-    for kind, sizes in SIZES.items():
+    for kind, sizes in (SIZES | {WHOLE: SIZES["videos"]}).items():
         for per_rank in (1, 4):
             cells, times, counts = {way: [] for way in WAYS}, [], []
             for seed in range(args.seeds):
                 draw = np.random.default_rng(seed)
                 size = per_rank * args.dp * MICROBATCHES
-                items = items_of([sizes(draw) for _ in range(size)])
+                items = items_of([sizes(draw) for _ in range(size)], kind)
                 plan = plan_in_order(0, size, per_rank * args.dp, args.dp, 1)
                 counts.append(len(items))
                 for way, (by_items, together) in WAYS.items():

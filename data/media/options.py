@@ -63,8 +63,8 @@ class Resize:
 
 STRETCHED = Resize()
 
-READING = 5
-"""Version of the decoders. Raise it if a file gives different pixels or audio samples."""
+READING = 6
+"""Version of the decoders. Raise it if a file gives different pixels or audio samples, or another number of items."""
 
 Colour = tuple[int, int, int]
 

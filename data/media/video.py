@@ -41,14 +41,19 @@ def decode_frames(raw: bytes, numbers: Sequence[int], bounds: Bounds = BOUNDS) -
     return _decode(raw, lambda packets, _: numbers, bounds, exact=True)
 
 
-def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[torch.Tensor]:
-    """Yield the frames at the middle of `count` equal parts of a video, as `decode_frames` does.
+def decode_video(
+    raw: bytes, count: int, bounds: Bounds = BOUNDS, parts: Sequence[int] | None = None
+) -> Iterator[torch.Tensor]:
+    """Yield the frames at the middle of `count` equal parts of a video, as `decode_frames` does; only of `parts`, from
+    0 and ascending, if given.
 
     A long frame may repeat. The frame before takes the place of one that the decoder leaves out.
     """
 
+    parts = range(count) if parts is None else parts
+
     def middles(packets: Packets, unit: Fraction) -> list[int]:
-        middles = (Fraction(2 * part + 1, 2 * count) * packets.seconds / unit for part in range(count))
+        middles = (Fraction(2 * part + 1, 2 * count) * packets.seconds / unit for part in parts)
         # the last frames that have started by then
         return [bisect_right(packets.times, packets.times[0] + middle) - 1 for middle in middles]
 

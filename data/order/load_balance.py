@@ -1,7 +1,8 @@
 """The data-parallel rank of an encoder that computes each media item of a step, and the rank that needs its features.
 
-It is arithmetic on the index, so all ranks compute the same routes without communication. A media item is an image, a
-video or an audio item of a sample. Items are identified by their sample and their number in it.
+It is arithmetic on the index, so all ranks compute the same routes without communication. A media item is an image, an
+audio item, a video, or a part of a video that is encoded independently of the others: a frame that is read as an image,
+or frames of one time. Items are identified by their sample and their number in it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ class MediaItems:
     places: np.ndarray
     """Place of the item's sample in the step."""
     numbers: np.ndarray
-    """Number of the item among those of its sample and kind, from 0."""
+    """Number of the item among those of its sample and kind, from 0; each part of a video counts."""
     tokens: np.ndarray
     """Tokens in the sequence: rows of features."""
     loads: np.ndarray
     """Tokens inside the encoder's layers."""
     work: np.ndarray
     """Cost of encoding the item, in units of one token outside of attention."""
+    parts: np.ndarray
+    """Parts of its video; 1 for other items."""
 
     def __len__(self) -> int:
         return len(self.places)
@@ -41,7 +44,8 @@ class MediaItems:
 def item_per_sample(rows: np.ndarray) -> MediaItems:
     """Return one item for each sample with features. `rows`: int64 [samples], its rows of features."""
     places = np.flatnonzero(rows)
-    return MediaItems(places, np.zeros_like(places), *[rows[places]] * 3)
+    tokens = rows[places]
+    return MediaItems(places, np.zeros_like(places), tokens, tokens, tokens, np.ones_like(places))
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ def routes_of(
 
     Ranks get equal numbers of neighbouring samples, if `by_items` is False and rows are not packed. Otherwise the item
     with the most work goes first, each to the rank with the least work of the pass (Graham 1969, longest processing
-    time first), and the most loaded part of a pass to the rank with the least work in the passes before.
+    time first). Parts of videos then fill all ranks to one level, neighbours together (McNaughton 1959, wrap-around
+    rule). The most loaded share of a pass goes to the rank with the least work in the passes before.
 
     Args:
         items: the module's items of the step.
@@ -101,7 +106,7 @@ def routes_of(
     if by_items or plan.packed:
         sources = np.zeros(len(items), dtype=np.int64)
         starts = [*range(0, len(plan.places), pass_microbatches), len(plan.places)]
-        passes = [items.work[bounds[first] : bounds[last]] for first, last in zip(starts, starts[1:], strict=False)]
+        passes = [items[bounds[first] : bounds[last]] for first, last in zip(starts, starts[1:], strict=False)]
         if ranks > 1:
             sources = np.concatenate([sources[:0], *_deal(passes, ranks)])
     else:
@@ -112,18 +117,28 @@ def routes_of(
     return [Routes(items[cut], sources[cut], destinations[cut]) for cut in cuts]
 
 
-def _deal(passes: list[np.ndarray], ranks: int) -> Iterator[np.ndarray]:
-    """Yield the rank of each item of every pass, int64. `passes`: work of their items."""
+def _deal(passes: list[MediaItems], ranks: int) -> Iterator[np.ndarray]:
+    """Yield the rank of each item of every pass, int64."""
     so_far = np.zeros(ranks, dtype=np.int64)
-    for work in passes:
-        parts = np.zeros(len(work), dtype=np.int64)
-        for part, members in enumerate(largest_first(work, ranks)):
-            parts[members] = part
-        loads = _sums(parts, work, ranks)
+    for items in passes:
+        work, whole, divided = items.work, np.flatnonzero(items.parts == 1), np.flatnonzero(items.parts > 1)
+        shares = np.zeros(len(work), dtype=np.int64)
+        for share, members in enumerate(largest_first(work[whole], ranks)):
+            shares[whole[members]] = share
+        shares[divided] = _filled(_sums(shares[whole], work[whole], ranks), work[divided])
+        loads = _sums(shares, work, ranks)
         rank_of = np.empty(ranks, dtype=np.int64)
         rank_of[np.argsort(-loads, kind="stable")] = np.argsort(so_far, kind="stable")
         so_far[rank_of] += loads
-        yield rank_of[parts]
+        yield rank_of[shares]
+
+
+def _filled(loads: np.ndarray, work: np.ndarray) -> np.ndarray:
+    """Return the share of each part, int64: parts of `work` in their order fill shares with `loads` up to one level,
+    which none exceeds by more than a part."""
+    levels = -(-(np.cumsum(np.sort(loads)) + work.sum()) // np.arange(1, len(loads) + 1))
+    ends = np.cumsum(np.maximum(levels.min() - loads, 0))
+    return np.searchsorted(2 * ends, 2 * np.cumsum(work) - work)
 
 
 def _sums(groups: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

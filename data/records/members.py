@@ -289,3 +289,13 @@ def named_unread(counts: Mapping[tuple[str, str], int]) -> list[str]:
         ]
         sentences.append(f"members {listed(names, _MOST_NAMES)} are not read: {what}")
     return sentences
+
+
+_CUT_OFF = {"video": ", or is cut off (`mimo-train shards verify` says why)", "audio": ", or is cut off"}
+
+
+def why_unreadable(extension: str, kind: str) -> str:
+    """Return why no header of a member of this kind was read, the end of a sentence."""
+    if extension.rpartition(".")[2] in UNREADABLE.get(kind, ()):
+        return f"cannot be decoded: convert it, {kind} formats are {', '.join(sorted(READABLE[kind]))}"
+    return f"has no readable {kind} header" + _CUT_OFF.get(kind, "")

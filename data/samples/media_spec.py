@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 type MediaInput = torch.Tensor | dict[str, Any]
 """An item as an encoder takes it: a tensor, or what the model's own processor makes of it."""
+type Decode = Callable[[Sequence[int]], Iterable[torch.Tensor]]
+"""Frame numbers of a video, ascending -> these frames, each uint8 [3, height, width]."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class Media:
     """The encoder's input of an item of `size`, by the model's own processor; None: the item itself."""
     video_frames: Callable[..., Sequence[int]] | None = None
     """Numbers of the frames that are read of a video, ascending; None: a video is a series of images (`Sampling`)."""
-    read_video: Callable[[Iterable[torch.Tensor], Sequence[int]], list[MediaInput]] | None = None
-    """The encoder's inputs of a video, by these frames, uint8 [3, height, width], and its extent."""
+    read_video: Callable[[Decode, Sequence[int], Sequence[int]], list[MediaInput]] | None = None
+    """The encoder's inputs of some parts of a video, by what decodes its frames, its extent, and numbers of parts."""
     sound: bool = False
     """The sound of videos is read too: it is an item of the one module of audio, and its tokens are in the text of the
     video, whose extent ends with the milliseconds of its sound."""
     video_parts: Callable[..., int] | None = None
-    """Number of these inputs, each of `size`."""
+    """Number of the parts of a video, each an input of `size` that is encoded independently; None: one."""
     identity: str = ""
     """Text that changes with everything that determines `text`; empty without it."""
     bidirectional: str = ""
@@ -113,27 +115,27 @@ class Media:
         return bounds.excess_of_extent("image", *self.resize.largest(height, width, cut=min(extent) > 0))
 
     def parts(self, extent: tuple[int, ...]) -> int:
-        """Return the number of inputs of an item."""
+        """Return the number of inputs of an item, each of which is encoded independently."""
         return self.video_parts(*extent) if self.video_parts is not None and is_video(extent) else 1
 
-    def of_video(self, raw: bytes, extent: tuple[int, ...], bounds: Bounds) -> list[MediaInput]:
-        """Return the encoder's inputs of a video file. Raises DecodeError."""
+    def of_video(self, raw: bytes, extent: tuple[int, ...], bounds: Bounds, parts: Sequence[int]) -> list[MediaInput]:
+        """Return the encoder's inputs of some parts of a video file. Raises DecodeError."""
         from data.media.video import decode_frames
 
-        assert self.video_frames is not None and self.read_video is not None
-        return self.read_video(decode_frames(raw, self.video_frames(*extent), bounds), extent)
+        assert self.read_video is not None
+        return self.read_video(lambda numbers: decode_frames(raw, numbers, bounds), extent, parts)
 
-    def blanks(self, extent: tuple[int, ...]) -> list[MediaInput]:
-        """Return the encoder's inputs of an empty item."""
+    def blanks(self, extent: tuple[int, ...], parts: Sequence[int]) -> list[MediaInput]:
+        """Return the encoder's inputs of some parts of an empty item."""
         import torch
 
         if is_video(extent):
-            assert self.video_frames is not None and self.read_video is not None
+            assert self.read_video is not None
             frame = torch.zeros(3, *extent[:2], dtype=torch.uint8)
-            return self.read_video([frame] * len(self.video_frames(*extent)), extent)
+            return self.read_video(lambda numbers: [frame] * len(numbers), extent, parts)
         dtype = torch.uint8 if self.kind == "image" and self.resize.rounded else torch.float32
         zeros = torch.zeros(self._shape(extent), dtype=dtype)
-        return [zeros if self.read is None else self.read(zeros)]
+        return [zeros if self.read is None else self.read(zeros)] * len(parts)
 
     def _shape(self, extent: tuple[int, ...]) -> tuple[int, ...]:
         first, second = self.size(*extent)

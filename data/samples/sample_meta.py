@@ -22,7 +22,7 @@ from data.order.order import splitmix
 from data.order.packing import whole_work
 from data.order.step import StepSamples
 from data.records.conversation import Conversation, Visual
-from data.records.members import NO_FIELDS, READABLE, UNREADABLE, Fields, arrange, unread
+from data.records.members import NO_FIELDS, Fields, arrange, unread, why_unreadable
 from data.records.record_checks import NO_OTHER_MEMBERS, OtherMembers
 from data.samples.media_spec import SAMPLING, Media, Sampling, audio_of, images_of, is_video, places_of
 from data.text.placeholders import ItemText, Place
@@ -35,8 +35,10 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 _LENGTHS_VERSION = 11
 """Raise it if the same texts get other lengths."""
 
-Measured = tuple[tuple[int, int, int], ...]
-"""(sequence tokens, tokens inside the encoder, pairs of these that attend to each other) for each module of a kind."""
+Input = tuple[Member, tuple[int, ...], list[int]]
+Measured = tuple[tuple[int, int, int, int], ...]
+"""(sequence tokens, tokens inside the encoder, pairs of these that attend to each other, equal parts) of an item, for
+each module of its kind."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,25 @@ class SampleMeta:
         """Return `Media.extents` of the module's items."""
         return media.extents([extent_of(member) for member in self.members[media.kind]])
 
-    def inputs(self, media: Media, items: Collection[int] | None = None) -> list[tuple[Member, tuple[int, ...]]]:
-        """Return the members of the module's kind and their `extents`; only those of `items` (`MediaItems.numbers`), if
-        given. The frames of a video are one item."""
-        number, inputs = -1, []
+    def inputs(self, media: Media, items: Collection[int] | None = None) -> list[Input]:
+        """Return the members of the module's kind, their `extents` and the numbers of their parts; only those of
+        `items` (`MediaItems.numbers`), if given. The frames of a video are parts of one member."""
+        wanted, number, inputs = None if items is None else set(items), 0, list[Input]()
         for member, extent in zip(self.members[media.kind], self.extents(media), strict=True):
-            number += member.frame is None or member.frame.number == 0
-            if items is None or number in items:
-                inputs.append((member, extent))
+            first, number = number, number + media.parts(extent)
+            parts = [at - first for at in range(first, number) if wanted is None or at in wanted]
+            if parts and member.frame is not None:
+                parts = [member.frame.number]
+                if inputs and inputs[-1][0].offset == member.offset and inputs[-1][2][-1] < parts[0]:
+                    inputs[-1][2].extend(parts)
+                    continue
+            if parts:
+                inputs.append((member, extent, parts))
         return inputs
 
     def input_sizes(self, media: Media, items: Collection[int] | None = None) -> list[tuple[int, ...]]:
         """Return `Media.size` of each input of the module's `inputs`."""
-        extents = (extent for _, extent in self.inputs(media, items))
-        return [media.size(*extent) for extent in extents for _ in range(media.parts(extent))]
+        return [media.size(*extent) for _, extent, parts in self.inputs(media, items) for _ in parts]
 
     def places(self, media: Media) -> list[Place]:
         """Return the sequence tokens and grid of each of the module's items."""
@@ -178,7 +185,7 @@ class SampleTable:
             if not tokens:
                 return f" of {original}: it is too small or too short for a token of module {media.module}"
             load = media.inner_tokens(*extent) if media.inner_tokens else tokens
-            measured.append((tokens, load, media.pairs(*extent) if media.pairs else load**2))
+            measured.append((tokens, load, media.pairs(*extent) if media.pairs else load**2, media.parts(extent)))
         return tuple(measured)
 
     def one(self, index: ShardIndex, shard: int, row: int, number: int) -> SampleMeta:
@@ -209,13 +216,13 @@ class SampleTable:
             for member in members[kind]:
                 name = f"member .{shown(member.extension)}"
                 if 0 in member.extent:
-                    return {}, f"{name} ({member.size} bytes) {_why_unreadable(member)}"
+                    return {}, f"{name} ({member.size} bytes) {why_unreadable(member.extension, member.kind)}"
                 if member.kind == "video" and (excess := self._bounds.excess("seconds", member.milliseconds / 1000)):
                     return {}, f"{name}: {excess}"
                 measured = self.measured(kind, extent_of(member._replace(sound=0)), len(members[kind]) > 1)
                 if isinstance(measured, str):
                     return {}, name + measured
-                for number, (count, _, _) in zip(numbers, measured, strict=True):
+                for number, (count, *_) in zip(numbers, measured, strict=True):
                     tokens[self._modules[number].module].append(count)
         needed = sum(map(sum, tokens.values()))
         if needed > self._sequence_length:
@@ -251,13 +258,15 @@ class SampleTable:
             several = (count > 1)[owner].astype(np.int64)
             measured, readable = self._look_up(kind, np.column_stack([extents, several]))
             bad[owner[~(readable & usable)]] = True
-            of_sample = np.arange(len(owner)) - np.searchsorted(owner, owner)
             for place, number in enumerate(numbers):
-                module, columns = self._modules[number], (measured[:, place] * times[:, None]).T
+                module, parts = self._modules[number], np.maximum(measured[:, place, 3], 1)
+                columns, inputs = measured[:, place, :3].T // parts, parts * times
+                samples, *columns, parts = (np.repeat(values, inputs) for values in (owner, *columns, inputs))
+                of_sample = np.arange(len(samples)) - np.searchsorted(samples, samples)
                 work = whole_work(columns[1], columns[2], module.pair_cost)
-                media[module.module] = MediaItems(owner, of_sample, columns[0], columns[1], work)
+                media[module.module] = MediaItems(samples, of_sample, columns[0], columns[1], work, parts)
                 for column, values in enumerate(columns):
-                    sizes[:, number, column] = _sums(owner, values, size)
+                    sizes[:, number, column] = _sums(samples, values, size)
         bad |= sizes[:, :, 0].sum(axis=1) > self._sequence_length
         sizes[bad] = 0
         items = {name: of_module[~bad[of_module.places]] for name, of_module in media.items()}
@@ -310,10 +319,10 @@ class SampleTable:
         return bad, kinds, order
 
     def _look_up(self, kind: str, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `measured`, int64 [members, modules of the kind, 3], and True where usable. `members` is int64
+        """Return `measured`, int64 [members, modules of the kind, 4], and True where usable. `members` is int64
         [members, 6]: extent, and 1 if there are several. Each distinct row is measured once."""
         distinct, codes = _distinct(members)
-        sizes = np.zeros((len(distinct), len(self._of_kind[kind]), 3), dtype=np.int64)
+        sizes = np.zeros((len(distinct), len(self._of_kind[kind]), 4), dtype=np.int64)
         readable = np.ones(len(distinct), dtype=bool)
         for at, (*extent, several) in enumerate(distinct.tolist()):
             measured = self.measured(kind, tuple(extent[: 2 if extent[-1] < 0 else 5]), bool(several))
@@ -368,16 +377,6 @@ def other_members(members: Sequence[Member], fields: Fields = NO_FIELDS) -> Othe
         names.setdefault(member.kind, []).append(member.extension)
     extensions = [member.extension for member in members]
     return OtherMembers(names, [] if fields != NO_FIELDS else [name for name, _ in unread(extensions)])
-
-
-_UNREADABLE = {"video": ", or is cut off (`mimo-train shards verify` says why)", "audio": ", or is cut off"}
-
-
-def _why_unreadable(member: Member) -> str:
-    if member.extension.rpartition(".")[2] in UNREADABLE.get(member.kind, ()):
-        readable = ", ".join(sorted(READABLE[member.kind]))
-        return f"cannot be decoded: convert it, {member.kind} formats are {readable}"
-    return f"has no readable {member.kind} header" + _UNREADABLE.get(member.kind, "")
 
 
 def _sums(owner: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

@@ -220,7 +220,7 @@ class ShardDataset(Samples):
             except Exception as error:
                 meta = replace(meta, bad_reason=self._reason(meta, error))
         bad = None if meta.bad_reason is None else self._bad(meta, meta.bad_reason)
-        return [blank for _, extent in meta.inputs(spec, items) for blank in spec.blanks(extent)], bad
+        return [blank for _, extent, parts in meta.inputs(spec, items) for blank in spec.blanks(extent, parts)], bad
 
     def read_record(self, number: int) -> Any:
         """See `Samples.read_record`. Of several JSON members, the first counts. Raises RecordError if it is bad."""
@@ -300,13 +300,11 @@ class ShardDataset(Samples):
 
     def _decode(self, spec: Media, meta: SampleMeta, items: Collection[int] | None) -> list[MediaInput]:
         inputs: list[MediaInput] = []
-        for member, extent in meta.inputs(spec, items):
-            if member.frame is not None and member.frame.number > 0:
-                continue  # the first frame of a video is followed by the others, which are decoded with it
+        for member, extent, parts in meta.inputs(spec, items):
             raw = self.read_member(meta, member)
             try:
                 if is_video(extent):
-                    inputs += spec.of_video(raw, extent, self.bounds)
+                    inputs += spec.of_video(raw, extent, self.bounds, parts)
                     continue
                 first, second = spec.size(*extent)
                 how = (first, second), spec.resize, spec.canvas(*extent) if spec.canvas else None, self.bounds
@@ -315,7 +313,7 @@ class ShardDataset(Samples):
                 elif member.frame is None:
                     decoded = [fitted(decode_image_file(raw, self.bounds, self.background), *how)]
                 else:
-                    decoded = [fitted(frame, *how) for frame in decode_video(raw, member.frame.of, self.bounds)]
+                    decoded = [fitted(frame, *how) for frame in decode_video(raw, member.frame.of, self.bounds, parts)]
                 inputs += decoded if spec.read is None else map(spec.read, decoded)
             except OF_THE_MACHINE:
                 raise
@@ -379,7 +377,7 @@ class ShardDataset(Samples):
         shard, version = self.shards[meta.shard], self.version(meta.shard)
         # Once each: a video has many frames, and several modules may read an image.
         inputs = (meta.inputs(self._by_module[module], items) for module, items in media.items())
-        members = {member.offset: member for of_module in inputs for member, _ in of_module}.values()
+        members = {member.offset: member for of_module in inputs for member, *_ in of_module}.values()
         texts = meta.texts if text else ()
         if text and self.form == "labels" and (rows := [*rows_before(meta.row, self.samples_of(meta.shard))]):
             texts += self.meta_at(meta.shard, rows[0]).texts

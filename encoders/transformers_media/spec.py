@@ -1,7 +1,7 @@
 """Sizes of encoders of `transformers`, from their directories: the image or audio side of a model."""
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from encoders.transformers_media.processor import MediaProcessor
     from encoders.transformers_media.sound import VideoSound
     from encoders.transformers_media.tensors import Tensors
+    from encoders.transformers_media.videos import Decode
 
 
 @dataclass
@@ -231,9 +232,9 @@ class MediaImages(ImageItems, VideoKeys, MediaSpec):
             return self.videos().text((first, second, *others), number)
         return self.processor().text(first, second, number)
 
-    def read_video(self, frames: "Iterable[torch.Tensor]", extent: Sequence[int]) -> list[Any]:
-        """Return the inputs of a video: see `VideoProcessor.read`."""
-        return [self.videos().read(frames, extent[:FRAMES])]
+    def read_video(self, decode: "Decode", extent: Sequence[int], parts: Sequence[int]) -> list[Any]:
+        """Return the inputs of a video, which is one part: see `VideoProcessor.read`."""
+        return [self.videos().read(decode(self.video_frames(*extent)), extent[:FRAMES])]
 
     def video_sound(self) -> "VideoSound":
         """Return how the processor writes videos with sound. Raise EncoderError if it cannot."""

@@ -5,22 +5,23 @@ width in pixels, number of frames, and numerator and denominator of its frames p
 import inspect
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import validate_typed_dict
-from transformers.image_utils import SizeDict
-from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from encoders.errors import EncoderError
 from encoders.transformers_media.directory import hf_config
+from encoders.transformers_media.frame_resizing import by_frame, noting
 from encoders.transformers_media.processor import SIZES, MediaProcessor, Text, processor_of
 
 type Extent = tuple[int, int, int, int, int]
+type Decode = Callable[[Sequence[int]], Iterable[torch.Tensor]]
+"""Frame numbers of a video, ascending -> these frames, each uint8 [3, height, width]."""
 
 DEFAULTS = {"fps": 2.0}, {"num_frames": 32}, {"fps": 1.0, "num_frames": 64}
 """Options for processors that choose no frames by themselves. The first is that of Qwen-VL's own tools; processors
@@ -29,7 +30,7 @@ EXAMPLE: Extent = (64, 96, 600, 30, 1)
 """Extent of a video with which the choice of frames is tried."""
 SMALL: Extent = (64, 96, 2, 2, 1)
 """As EXAMPLE, for the text."""
-RESIZED: tuple[Extent, ...] = ((60, 100, 6, 2, 1), (720, 1270, 4, 2, 1))
+RESIZED: tuple[Extent, ...] = ((60, 100, 6, 2, 1), (150, 50, 4, 2, 1), (720, 1270, 4, 2, 1))
 """Extents of videos that are enlarged and reduced, with which resizing is tried."""
 PIXELS = "pixel_values_videos"
 SECONDS = "video_second_per_grid"
@@ -189,15 +190,27 @@ class VideoProcessor:
         is_usual = part.do_rescale and part.do_normalize and math.isclose(part.rescale_factor, 1 / 255)
         return ([*part.image_mean], [*part.image_std]) if is_usual else None
 
-    def frame_pairs(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> torch.Tensor:
-        """Return the resized frames of `read`, as the tower of Qwen-VL joins them, uint8 [times, frames of a patch, 3,
-        height, width]."""
-        inputs, _ = self._process_each(frames, extent, do_rescale=False, do_normalize=False)
-        times, rows, columns = inputs["video_grid_thw"][0].tolist()
+    def frame_pairs(self, decode: Decode, extent: Sequence[int], times: Sequence[int]) -> torch.Tensor:
+        """Return the resized frames of some times, as the tower of Qwen-VL joins them, uint8 [times, frames of a patch,
+        3, height, width].
+
+        Args:
+            times: numbers from 0, ascending. Frames of others are not decoded.
+        """
+        numbers = self.frames(*extent)
+        if self._resizes_frames:  # the last frame repeats
+            processor, calls = noting(self.processor)
+            self._process(self._empty(extent, "meta"), extent, processor)
+            each, (resize,) = self._part.temporal_patch_size, calls
+            chosen = [numbers[min(time * each + at, len(numbers) - 1)] for time in times for at in range(each)]
+            return torch.cat([resize(frame[None]) for frame in decode(chosen)]).unflatten(0, (len(times), each))
+        options = {"do_rescale": False, "do_normalize": False}
+        inputs, _ = self._process(torch.stack([*decode(numbers)]), extent, **options)
+        total, rows, columns = inputs["video_grid_thw"][0].tolist()
         merge, side, frames_of_patch = self.merge, self._part.patch_size, self._part.temporal_patch_size
-        squares = (times, rows // merge, columns // merge, merge, merge, 3, frames_of_patch, side, side)
+        squares = (total, rows // merge, columns // merge, merge, merge, 3, frames_of_patch, side, side)
         patches = inputs[PIXELS].view(squares).permute(0, 6, 5, 1, 3, 7, 2, 4, 8)
-        return patches.reshape(times, frames_of_patch, 3, rows * side, columns * side)
+        return patches.reshape(total, frames_of_patch, 3, rows * side, columns * side)[[*times]]
 
     def _choose_sampling(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the default of `sampling`, which other options do not change. Raise EncoderError if an option is
@@ -247,41 +260,38 @@ class VideoProcessor:
                 return list(range(frames))
             raise EncoderError(f"{type(part).__name__} chooses no frames of {frames}: {_line(error)}") from error
 
-    def _process_each(
-        self, frames: Iterable[torch.Tensor], extent: Sequence[int], **further: bool
-    ) -> tuple[dict[str, Any], Text]:
+    def _process_each(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> tuple[dict[str, Any], Text]:
         """Return `_process` of frames that are resized one at a time if the processor allows it: all frames of a long
         video at their original size take gigabytes."""
-        if not self._resizes_frames:
-            return self._process(torch.stack([*frames]), extent, **further)
-        return self._process(self._resized(frames, extent), extent, do_resize=False, **further)
+        if self._resizes_frames:
+            return self._process_by_frame(frames, extent)
+        return self._process(torch.stack([*frames]), extent)
 
-    def _resized(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> torch.Tensor:
-        """Return frames in the size of the grid of their video, uint8 [frames, 3, height, width]."""
-        _, rows, columns = self.sizes(*extent)["video_grid_thw"][0].tolist()
-        side, resample = self._part.patch_size, self.options.get("resample", self._part.resample)
-        size = SizeDict(height=rows * side, width=columns * side)
-        return torch.cat(
-            [BaseVideoProcessor.resize(self._part, frame[None].contiguous(), size, resample) for frame in frames]
-        )
+    def _process_by_frame(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> tuple[dict[str, Any], Text]:
+        """Return `_process` of frames that are resized one at a time where the processor resizes all of them, once."""
+        shape = len(self.frames(*extent)), 3, *extent[:2]
+        return self._process(self._empty(extent, "meta"), extent, by_frame(self.processor, frames, shape))
 
     @cached_property
     def _resizes_frames(self) -> bool:
-        """True if the processor makes the same of frames that `_resized` has resized."""
+        """True if `_process_by_frame` returns the same as `_process`."""
         random = torch.Generator().manual_seed(1)
         try:
             for extent in RESIZED:
                 shape = len(self.frames(*extent)), 3, *extent[:2]
                 frames = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
                 expected, _ = self._process(frames, extent)
-                inputs, _ = self._process(self._resized(frames, extent), extent, do_resize=False)
+                inputs, _ = self._process_by_frame(iter(frames), extent)
                 if not all(torch.as_tensor(inputs[name]).equal(torch.as_tensor(expected[name])) for name in expected):
                     return False
-        except Exception:  # of many classes: it has no grid, or does not resize by `BaseVideoProcessor.resize`
+        except Exception:  # of many classes: it looks at pixels first, resizes frames twice, or not at all
             return False
         return True
 
-    def _process(self, frames: torch.Tensor, extent: Sequence[int], **further: bool) -> tuple[dict[str, Any], Text]:
+    def _process(
+        self, frames: torch.Tensor, extent: Sequence[int], processor: Any = None, **further: bool
+    ) -> tuple[dict[str, Any], Text]:
+        """Return the tensors and the text that the processor, by default its own, makes of frames [N, 3, H, W]."""
         metadata = _metadata(extent)
         metadata.frames_indices = self._numbers(extent, self.sampling)
         options = {
@@ -293,7 +303,7 @@ class VideoProcessor:
             "return_metadata": True,
             **further,
         }
-        process = self.processor._process_videos
+        process = (processor or self.processor)._process_videos
         if "audio" in inspect.signature(process).parameters:  # Qwen-Omni
             others = {name: self.option(name) for name in TIMES}
             options = {**self._merged, **others, "load_audio_from_video": False, "videos_kwargs": options}
@@ -316,14 +326,17 @@ class VideoProcessor:
         written = inputs["text_replacement_offsets"][0][0]["replacement"]
         return written != self.processor._process_videos([empty], **(self.options | options))[1][0]
 
+    def _empty(self, extent: Sequence[int], device: str) -> torch.Tensor:
+        """Return black frames of a video, uint8 [frames, 3, height, width]."""
+        frame = torch.zeros(1, 3, *extent[:2], dtype=torch.uint8, device=device)
+        return frame.expand(len(self.frames(*extent)), -1, -1, -1)
+
     def _of_empty(self, *extent: int) -> tuple[Text, dict[str, torch.Tensor]]:
-        height, width, *_ = extent
-        count, reason = len(self.frames(*extent)), None
+        reason = None
         # On the meta device no pixel is computed; some processors look at them.
         for device in ("meta", "cpu"):
-            empty = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=device).expand(count, -1, -1, -1)
             try:
-                inputs, text = self._process(empty, extent)
+                inputs, text = self._process(self._empty(extent, device), extent)
             except Exception as error:
                 reason = error
                 continue

@@ -170,8 +170,8 @@ class ModuleConfig(Section):
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module, on `tp * cp * dp * pp` ranks. See docs/layouts.md."""
     balance: str = key("samples", choices=("samples", "images"))
-    """Divide the `samples` of a microbatch over an encoder's data-parallel ranks, or its single `images` (also videos
-    and audio items) by their work. Results do not change. See docs/layouts.md#encoders."""
+    """Divide the `samples` of a microbatch over an encoder's data-parallel ranks, or its single `images` (also audio
+    items, and videos or their frames) by their work. Results do not change. See docs/layouts.md#encoders."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """Yield faults of training settings of module `name`; `mimo_train.layout` checks sizes and layout."""

@@ -1,7 +1,7 @@
 """Sizes of the vision transformers of Qwen2.5-VL and Qwen3-VL, and the arithmetic derived from them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from encoders.transformers_media.video_keys import VideoKeys
 
 if TYPE_CHECKING:
     import torch
+
+    from encoders.transformers_media.videos import Decode
 
 LONGEST = 200
 """Maximum ratio of an image's longer side to its shorter side."""
@@ -90,9 +92,9 @@ class _QwenSpec(VideoKeys, PatchSpec):
             return "", [self.pad] * self.output_tokens(*extent), ""
         return self.videos().text(extent, number)
 
-    def read_video(self, frames: "Iterable[torch.Tensor]", extent: Sequence[int]) -> list[Any]:
-        """Return pairs of resized frames, each uint8 [6, height, width]."""
-        return list(self.videos().frame_pairs(frames, extent).flatten(1, 2))
+    def read_video(self, decode: "Decode", extent: Sequence[int], parts: Sequence[int]) -> list[Any]:
+        """Return pairs of resized frames, each uint8 [6, height, width]: see `VideoProcessor.frame_pairs`."""
+        return list(self.videos().frame_pairs(decode, extent, parts).flatten(1, 2))
 
     def faults(self) -> list[tuple[str, str]]:
         faults = super().faults()

@@ -181,7 +181,7 @@ class Prompts:
 
     def _values(self, item: Media, medium: Medium, extent: tuple[int, ...]) -> list[MediaInput]:
         if medium.kind == "video":
-            return item.of_video(medium.raw, extent, self._bounds)
+            return item.of_video(medium.raw, extent, self._bounds, range(item.parts(extent)))
         first, second = item.size(*extent)
         if medium.image is None:
             decode = decode_sound if medium.kind == SOUND else decode_audio

@@ -48,14 +48,14 @@ LAYOUTS = {
     "qwen2_5_vl": {
         "one process": ONE,
         "tp2": (SHARED, *_of(BOTH, "tp=2")),
-        "pp2": (SHARED, *_of("language", "pp=2"), "data.pack=true"),
+        "pp2": (APART, *_of("images", "dp=2"), *_of("language", "pp=2"), "data.pack=true"),
         "tp2 pp2": (SHARED, *_of(BOTH, "tp=2"), *_of("language", "pp=2")),
         "split": (APART, *_of("images", "pp=2"), *_of("language", "cp=2")),
     },
     "qwen3_vl": {
         "one process": (*ONE, "train.recompute=full"),
         "tp2": (SHARED, *_of(BOTH, "tp=2", "sp=true")),
-        "pp2": (APART, *_of("language", "pp=2")),
+        "pp2": (APART, *_of("images", "dp=2"), *_of("language", "pp=2"), "modules.images.balance=images"),
         "tp2 pp2": (SHARED, *_of(BOTH, "tp=2"), *_of("language", "pp=2")),
         "split": (APART, *_of("language", "cp=2"), "data.pack=true"),
     },
@@ -163,6 +163,7 @@ def train(cfg, question: list = SAMPLES[0][0]) -> dict:
 
     iterator = StepIterator(open_loader(resolve(cfg), pipeline.groups, dataset, consumed=0, steps=1), pipeline)
     iterator.advance()
+    found["items"] = [read["images"].get(0, []) for read in iterator.current.numbers if "images" in read]
     logits = predicted(pipeline, iterator)
     if logits is not None:
         found["logits"] = logits
@@ -247,6 +248,13 @@ def test_tokens_and_positions_are_those_of_transformers(trained):
             assert (rank["positions"][:, number, : len(ids)] == positions).all()
             behind = rank["positions"][:, number, len(ids) :]
             assert (behind == positions.max() + 1 + np.arange(behind.shape[1])).all(), "what an answer continues"
+
+
+@pytest.mark.parametrize("trained", [("qwen3_vl", "pp2")], indirect=True)
+def test_frames_of_a_video_are_divided_over_ranks(trained):
+    """The first sample has an image, three times of a video, and an image."""
+    read = [sum(rank["items"], []) for rank in trained.ranks if rank["items"]]
+    assert sorted(sum(read, [])) == [0, 1, 2, 3, 4] and all({1, 2, 3} & {*items} for items in read)
 
 
 @on("one process")

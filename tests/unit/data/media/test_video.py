@@ -193,6 +193,9 @@ def test_a_video_is_its_images_in_every_part_of_a_sample(dataset, tmp_path):
         assert found == [round(7 / STEP) if value is None else value for value in grey[number]]
         assert step.tokens["images"][number] == data.token_counts(number)["images"] == 4 * count
         assert data.lengths_of(0, number) == [sample.length]
+        (last,), bad = data.read_media(number, "images", [count - 1])
+        assert bad is None and last.equal(frames_as_images[-1])
+    assert step.media["images"].parts.tolist() == [2, 2, 1, 2, 2, 2, 2, 1, 2, 2, 1, 1, 1, 1, 2, 2]
     # Where the text marks them, one behind the other.
     placeholder = data.tokenizer.placeholder_id("<image>")
     text = data.read_text(2)[0].input_ids.tolist()
@@ -218,13 +221,14 @@ def test_a_video_may_be_one_item(dataset, tmp_path):
     def tokens(*extent):
         return 6 if len(extent) > 2 else 4
 
-    def read(frames, extent):
-        return [{"frames": torch.stack([*frames]), "extent": extent}]
+    def read(decode, extent, parts):
+        chosen = [[0, 1], [extent[2] - 1]]
+        return [{"frames": torch.stack([*decode(chosen[part])]), "extent": extent} for part in parts]
 
     pad = 262
     media = replace(
         images(), sequence_tokens=tokens, size=lambda *extent: extent, text=text, read_video=read,
-        video_frames=lambda *extent: [0, extent[2] - 1], identity="a",
+        video_frames=lambda *extent: [0, 1, extent[2] - 1], video_parts=lambda *extent: 2, identity="a",
     )  # fmt: skip
     still, film = encode_image(20, 30, "PNG", value=7), make_video()
     members = [
@@ -238,9 +242,16 @@ def test_a_video_may_be_one_item(dataset, tmp_path):
     assert bad is None and bytes(token for token in ids if token < 256).decode().count("3 s") == 1
     assert ids.count(pad) == 10 == data.token_counts(0)["images"]
     assert data.plan_step(0, 2).tokens["images"].tolist() == [10, 0]
-    (image, item), bad = data.read_media(0, "images")
-    assert bad is None and brightness(item["frames"]) == [0, 29] and item["extent"] == (48, 64, 30, 10, 1)
-    assert data.input_sizes(0, "images") == [(20, 30), (48, 64, 30, 10, 1)]
+    items = data.plan_step(0, 2).media["images"]
+    columns = (items.places, items.numbers, items.tokens, items.parts)
+    assert [column.tolist() for column in columns] == [[0] * 3, [0, 1, 2], [4, 3, 3], [1, 2, 2]]
+    (image, *parts), bad = data.read_media(0, "images")
+    assert bad is None and [brightness(item["frames"]) for item in parts] == [[0, 1], [29]]
+    assert parts[0]["extent"] == (48, 64, 30, 10, 1)
+    ((item,), bad) = data.read_media(0, "images", [2])
+    assert bad is None and brightness(item["frames"]) == [29]
+    assert data.input_sizes(0, "images") == [(20, 30), *[(48, 64, 30, 10, 1)] * 2]
+    assert data.input_sizes(0, "images", [0, 2]) == [(20, 30), (48, 64, 30, 10, 1)]
     originals = read_originals(data, 0)
     assert originals["video"] == [film] and [*originals["image"][0].shape] == [3, 20, 30]
     assert "cut off" in data.read_text(1)[1].reason

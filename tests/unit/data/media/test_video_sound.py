@@ -37,7 +37,7 @@ def _text(*extent_and_number):
 def _modules(sound=True):
     video = replace(
         images(), sequence_tokens=lambda *extent: FRAMES, size=lambda *extent: extent, text=_text, sound=sound,
-        read_video=lambda frames, extent: [{"extent": extent, "frames": len([*frames])}],
+        read_video=lambda decode, extent, _: [{"extent": extent, "frames": len([*decode([0, 9])])}],
         video_frames=lambda *extent: [0, 9], grid=lambda *extent: (1, 3, 2, 1.0, *_sound(extent)),
     )  # fmt: skip
     audio = Media("audio", "audio", "<audio>", _tokens, lambda samples, rate: (16 * samples * 1000 // rate, 16000))

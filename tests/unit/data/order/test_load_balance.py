@@ -1,5 +1,7 @@
 """Which rank computes each media item, and how rows of features find their samples again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,13 @@ from data.order.step_plan import Padding, plan_by_length
 
 
 def drawn_items(draw: np.random.Generator, samples: int, most: int) -> MediaItems:
-    """Up to `most` items of every sample, of any size, some without rows."""
+    """Up to `most` items of every sample, of any size, some without rows, some parts of a video."""
     counts = draw.integers(0, most + 1, samples)
     places = np.repeat(np.arange(samples), counts)
     numbers = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(count) for count in counts)])
     tokens, loads = draw.integers(0, 6, len(places)), draw.integers(1, 20, len(places))
-    return MediaItems(places, numbers, tokens, loads, loads + loads**2 // 8)
+    parts = np.where(draw.integers(0, 2, samples), counts, 1)[places]
+    return MediaItems(places, numbers, tokens, loads, loads + loads**2 // 8, parts)
 
 
 @settings(max_examples=300, deadline=None)
@@ -70,6 +73,7 @@ def test_samples_are_divided_into_equal_runs():
 def test_single_items_balance_each_pass_and_the_whole_step(together, most):
     draw = np.random.default_rng(0)
     items = drawn_items(draw, 256, 3)
+    items = replace(items, parts=np.ones_like(items.parts))
     plan = plan_by_length(0, np.full(256, 5), 32, 8, 8, Padding())
     routes = routes_of(items, plan, 8, True, together)
     passes = [sum(each.work(8) for each in routes[at : at + together]) for at in range(0, 8, together)]
@@ -78,6 +82,21 @@ def test_single_items_balance_each_pass_and_the_whole_step(together, most):
     assert whole.max() / whole.mean() < 1.01
     samples = [each.work(8) for each in routes_of(items, plan, 8, False)]
     assert min(work.max() / work.mean() for work in samples) > 1.2
+
+
+def test_parts_of_a_video_fill_ranks_next_to_each_other():
+    """A video of 40 times, one of 3, and images: each rank gets neighbours, and no rank more than a part too much."""
+    counts, sizes, parts = np.array([40, 1, 3, 1]), np.array([10, 100, 30, 20]), np.array([40, 1, 3, 1])
+    places, work, parts = (np.repeat(values, counts) for values in (np.arange(4), sizes, parts))
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    plan = plan_by_length(0, np.full(4, 5), 4, 1, 8, Padding())
+    (routes,) = routes_of(MediaItems(places, numbers, work, work, work, parts), plan, 4, by_items=True)
+    loads = routes.work(4)
+    assert loads.sum() == 610 and loads.max() <= 610 / 4 + 30
+    of_film = routes.sources[routes.items.places == 0]
+    assert (np.diff(of_film) != 0).sum() == len(set(of_film.tolist())) - 1 == 3
+    (whole,) = routes_of(MediaItems(places, numbers, work, work, work, np.ones_like(parts)), plan, 4, by_items=True)
+    assert (np.diff(whole.sources[whole.items.places == 0]) != 0).sum() > 10, "the largest first are not neighbours"
 
 
 def test_a_pass_with_fewer_items_than_ranks_leaves_ranks_without_any():
