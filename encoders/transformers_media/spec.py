@@ -242,6 +242,14 @@ class MediaImages(ImageItems, VideoKeys, MediaSpec):
 
         return sound_of(self.path, self.pad, self.video)
 
+    @property
+    def can_read_sound(self) -> bool:
+        """True if the model's processor writes videos with sound."""
+        try:
+            return self.reads_videos and bool(self.video_sound())
+        except EncoderError:
+            return False
+
     def faults(self) -> list[tuple[str, str]]:
         if faults := super().faults() or self.video_faults():
             return faults

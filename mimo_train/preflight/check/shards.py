@@ -19,6 +19,7 @@ from data.indexed.find import find_indexed
 from data.order.sources import Source
 from data.storage.reader import ShardReader
 from data.text_format import plural, shown
+from encoders.transformers_media.spec import MediaImages
 from mimo_train.config.errors import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.datasets import (
@@ -213,6 +214,7 @@ def _add_first_samples(
             numbers = [of_sample.get(medium, 0) for of_sample in of_samples]
             if any(numbers) or "video" not in medium:
                 rows.append((label, f"{medium}s of {name}", f"{spread(numbers)} a sample"))
+    _add_unread_sound(report, cfg, key, dataset, first)
     if texts:
         limit, lengths = cfg.data.sequence_length, [answer.length for text in texts for answer in text.answers]
         rows.append((label, "tokens used", f"{spread(lengths)}, of data.sequence_length {limit}"))
@@ -233,7 +235,8 @@ def _add_first_samples(
 
 
 def _counts_of(cfg: ConfigContainer, dataset: ShardDataset, number: int, module: str) -> dict[str, int]:
-    """Return the numbers of a module's images, videos and frames of these, or audio items, in a sample."""
+    """Return the numbers of a module's images, videos and frames of these, or audio items and sounds of videos, in a
+    sample."""
     from data.samples.sample_meta import extent_of
 
     encoder = cfg.modules[module].encoder
@@ -241,7 +244,22 @@ def _counts_of(cfg: ConfigContainer, dataset: ShardDataset, number: int, module:
     videos = [member for member in members if member.kind == "video"]
     frames = sum(1 if member.frame else len(encoder.video_frames(*extent_of(member))) for member in videos)
     first = sum(member.frame is None or member.frame.number == 0 for member in videos)
-    return {encoder.medium: len(members) - len(videos), "video": first, "video frame": frames}
+    sounds = sum(member.is_sound for member in members)
+    others = len(members) - len(videos) - sounds
+    return {encoder.medium: others, "video": first, "video frame": frames, "video sound": sounds}
+
+
+def _add_unread_sound(report: Report, cfg: ConfigContainer, key: str, dataset: ShardDataset, first: range) -> None:
+    """Add a note on the sound of videos that the model can read and the config does not ask for."""
+    metas = [dataset.meta(number) for number in first]
+    count = sum(any(member.sound for member in dataset.index(meta.shard).members(meta.row)) for meta in metas)
+    has_audio = any(module.encoder.kind == "audio" for module in cfg.encoders.values())
+    for name, module in cfg.encoders.items() if count and has_audio else ():
+        if isinstance(module.encoder, MediaImages) and module.encoder.can_read_sound and not module.encoder.sound:
+            report.notes.append(
+                f"{key}: {count} of the first {len(first)} samples have videos with sound, which is not read. Set "
+                f"modules.{name}.encoder.sound=true to read it"
+            )
 
 
 def _add_bad(report: Report, allowed: int, key: str, bad: list[str], count: int) -> None:

@@ -18,6 +18,7 @@ from mimo_train.inputs.datasets import build_dataset, media_of, tokenizer_of
 from mimo_train.layout.run import resolve
 from mimo_train.preflight.check.media import add_media
 from mimo_train.preflight.check.report import Report
+from mimo_train.preflight.check.shards import Seen, _add_first_samples
 from tests.dist.hf.test_pretrained import tensors as stored_tensors
 from tests.dist.models.composites import file_of
 from tests.dist.models.media_models import (
@@ -325,7 +326,15 @@ def _compare_sound(folder, tmp_path):
     cfg = composed(tmp_path, tmp_path / "run", *overrides, "modules.images.encoder.sound=true", name="mixed_tiny")
     tokenizer, report = tokenizer_of(cfg), Report()
     dataset, processor = build_dataset(cfg, tokenizer), AutoProcessor.from_pretrained(tmp_path / "model")
-    assert dataset.lengths_keys() != build_dataset(silent, tokenizer).lengths_keys()
+    unheard, rows = build_dataset(silent, tokenizer), []
+    assert dataset.lengths_keys() != unheard.lengths_keys()
+    for each, samples_of_it in ((silent, unheard), (cfg, dataset)):
+        _add_first_samples(report, each, "data.shards", samples_of_it, tokenizer, Seen(), rows)
+    (note,) = (note for note in report.notes if "sound" in note)
+    assert note.startswith(
+        "data.shards: 6 of the first 7 samples have videos with sound, which is not read. Set modules"
+    )
+    assert ("first 7", "video sounds of audio", "0.9 on average, 0 to 1 a sample") in rows
     identities = [[media.identity for media in media_of(each)] for each in (silent, cfg)]
     assert all(before != after for before, after in zip(*identities, strict=True))
     change = "modules.images.encoder.sound is True in this run and False in the exported files"
