@@ -4,6 +4,7 @@ from tests.e2e.test_train import digits, finish, start, vlm  # noqa: F401 (a fix
 
 CALLBACK = """
 import threading, time
+from data import workers
 from data.samples.shard_dataset import ShardDataset
 from mimo_train.training.callbacks import Callback
 
@@ -11,7 +12,7 @@ class FailsWhileReading(Callback):
     waits = threading.Event()
 
     def on_train_start(self, state, model):
-        read = ShardDataset.read_text
+        workers._PATIENCE, read = 0.1, ShardDataset.read_text
 
         def read_text(samples, number):
             time.sleep(0.01)  # so that threads read ahead

@@ -63,9 +63,11 @@ def test_weights_that_a_checkpoint_leaves_out_are_drawn(digits, tmp_path):
 def _refused(cfg) -> str:
     """What a rank says of a start that is refused."""
     from data.errors import DataError
+    from data.storage import files
     from mimo_train.config.errors import UserError
     from tests.dist.steps import Steps
 
+    files._FIRST_PAUSE = 0.01  # between tries
     try:
         Steps(cfg).session.close()
     except (UserError, DataError) as error:

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,11 @@ def _train(cfg, values: dict[str, str], hurt=None) -> list[int]:
     from data.storage import object_store
     from mimo_train.checkpoint.format import files as durable
     from mimo_train.logging.console import Console
+    from mimo_train.training import setup
     from mimo_train.training.pretrain import pretrain
 
     os.environ.update(values)
+    setup.ObjectLock = partial(setup.ObjectLock, beat=0.5)  # the wait for one of a dead run is four of them
     durable.IN_ONE, object_store.PART = 0, 1 << 14  # tiny files in parts, as large ones are
     upload, rank, uploads = object_store.ObjectStore.upload, int(os.environ["RANK"]), []
 
@@ -124,8 +127,8 @@ def test_the_best_is_named_in_storage(whole):
 
 
 def test_neither_a_kill_nor_an_upload_that_fails_loses_anything(whole, storage, digits, tmp_path):
-    """A rank is killed in the middle of its upload at step 4. The next start, at once, for the lock of the dead is
-    known to be that, goes on from step 2; then the storage fails at steps 4 and 7. The first is a save that has failed,
+    """A rank is killed in the middle of its upload at step 4. The next start waits for a heartbeat in the lock of the
+    dead, and goes on from step 2; then the storage fails at steps 4 and 7. The first is a save that has failed,
     the second ends the run, for it is its last: nothing is left of either."""
     root = Url.parse("s3://bucket/hurt")
     cfg = run_config(digits, tmp_path, root, "checkpoint.asynchronous=true")
