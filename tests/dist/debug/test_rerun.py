@@ -88,7 +88,6 @@ def test_a_run_without_faults_is_the_run_without_validation(cfg):
 @pytest.mark.parametrize(
     "layout",
     [
-        ("two_processes",),
         ("images_dp2_language_dp2",),
         ("language_pp2_vpp2",),
         ("language_tp2", "modules.language.layout.sp=true"),

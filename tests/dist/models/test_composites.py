@@ -47,7 +47,6 @@ SHARED, BOTH = "layout=one_process", "images language"
 LAYOUTS = {
     "qwen2_5_vl": {
         "one process": ONE,
-        "tp2": (SHARED, *_of(BOTH, "tp=2")),
         "pp2": (APART, *_of("images", "dp=2"), *_of("language", "pp=2"), "data.pack=true"),
         "tp2 pp2": (SHARED, *_of(BOTH, "tp=2"), *_of("language", "pp=2")),
         "split": (APART, *_of("images", "pp=2"), *_of("language", "cp=2")),
@@ -73,7 +72,6 @@ LAYOUTS = {
     },
     "llava_onevision": {
         "one process": ONE,
-        "tp2": (SHARED, *_of(BOTH, "tp=2")),
         "pp2": (APART, *_of(BOTH, "pp=2")),
         "tp2 pp2": (APART, *_of(BOTH, "tp=2", "pp=2")),
     },

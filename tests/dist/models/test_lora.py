@@ -15,7 +15,6 @@ LANGUAGE = ("modules.language.lora.rank=4",)
 BOTH = (*LANGUAGE, "modules.images.lora.rank=2", "modules.images.lora.targets=[linear_qkv, linear_fc2]")
 
 GPT_LAYOUTS = {
-    "tp2": ("layout=language_tp2",),
     "tp2, sequence parallel": ("layout=language_tp2", "modules.language.layout.sp=true"),
     "pp2, two chunks a stage": ("layout=language_pp2_vpp2",),
     "cp2": ("layout=language_one", "modules.language.layout.cp=2"),
