@@ -51,8 +51,8 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.Complet
 
 
 def test_scripts_import_none_of_them_and_load_callbacks_and_forward_step_from_there(folder):
-    """A plain GPT through its script, over two processes, as far as its report."""
-    overrides = (f"run.dir={folder}/run", "train.iters=2", "train.eval_samples=16", "layout=language_pp2")
+    """A plain GPT through its script, as far as its report."""
+    overrides = (f"run.dir={folder}/run", "train.iters=2", "train.eval_samples=16")
     code = ("train.callbacks=[my_callbacks:Note]", "train.forward_step=my_callbacks:Doubled")
     process = start("train_gpt.sh", "gpt_tiny", *code, *overrides, cwd=folder)
     printed = finish(process)
