@@ -55,11 +55,12 @@ def pytest_collection_modifyitems(items) -> None:
     """Puts what takes longest first: files run side by side, and a long one that begins last would be waited for."""
     here = Path(__file__).parent
 
-    def place(item) -> int:
-        path = item.path.relative_to(here)
+    @functools.cache
+    def place(path: Path) -> int:
+        path = path.relative_to(here)
         return next((number for number, name in enumerate(LONGEST) if path.is_relative_to(name)), len(LONGEST))
 
-    items.sort(key=place)
+    items.sort(key=lambda item: place(item.path))
 
 
 @pytest.fixture
