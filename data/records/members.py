@@ -26,10 +26,12 @@ READABLE = {"image": IMAGES, "video": VIDEO, "audio": AUDIO}
 """kind -> extensions that are decoded."""
 UNREADABLE = {
     "image": frozenset(["jxl", "svg", "jpx", "psd", "ico", "dng", "exr"]),
+    "video": frozenset(["avi", "mpg", "mpeg", "flv", "wmv", "3gp"]),
     "audio": frozenset(["m4a", "aac", "wma", "amr", "ac3", "weba"]),
 }
 """kind -> extensions that are not decoded. They make a sample bad, since ignoring media would change its meaning."""
-OTHER_VIDEO = frozenset(["avi", "mpg", "mpeg", "flv", "wmv", "3gp", "ts"])
+OTHER_VIDEO = frozenset(["ts"])
+"""Extensions of videos that other files have too: code, for example."""
 ARRAYS = frozenset(["npy", "npz", "pt", "pth", "safetensors", "pkl", "pickle", "bin", "h5", "hdf5", "parquet", "arrow"])
 
 MEDIA = ("image", "video", "audio")

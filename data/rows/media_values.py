@@ -22,7 +22,7 @@ from data.errors import DecodeError, RecordError
 from data.media.headers import extension_of, parse_extent, parse_extent_bytes
 from data.media.options import BOUNDS
 from data.records.conversation import PART_KINDS
-from data.records.members import PREFERENCES, READABLE
+from data.records.members import PREFERENCES, READABLE, UNREADABLE, why_unreadable
 from data.storage.files import pread_all
 from data.text_format import shown
 
@@ -88,6 +88,8 @@ class MediaItem(NamedTuple):
 
     def require_extent(self, where: str) -> None:
         """Raise RecordError if it has no readable header or exceeds the default bounds."""
+        if self.extension.rpartition(".")[2] in UNREADABLE[self.kind]:
+            raise RecordError(f"{where}: {shown(self.name)} {why_unreadable(self.extension, self.kind)}")
         try:
             extent = self.extent()
         except DecodeError as error:

@@ -49,6 +49,9 @@ def test_videos_next_to_captions(film, tmp_path):
     built = build(put(tmp_path / "videos", files), tmp_path / "out")
     assert built.media["video"] == 2
     assert found(tmp_path / "out" / "train") == [([64], "Grey."), ([64], {"caption": "Greyer."})]
+    put(tmp_path / "videos", {"a/2.avi": film, "a/2.txt": "Grey."})
+    with pytest.raises(DataError, match=r"a/2: \.avi cannot be decoded: convert it, video formats are m4v"):
+        build(tmp_path / "videos", tmp_path / "other")
 
 
 def test_a_table_whose_columns_make_up_the_file_names(film, tmp_path):

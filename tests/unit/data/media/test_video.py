@@ -270,7 +270,7 @@ def test_a_video_may_be_one_item(dataset, tmp_path):
         (["mp4", "png"], "<image><video>q", r"marks <image>, <video>, but the members are \.mp4, \.png"),
         (["png"], "<video>q", r"no numbered images .* \(its images: \.png\)"),
         (["0.png", "1.png"], "<image><image><video>q", "no numbered images"),
-        (["avi"], "<video>q", r"\(its images: none\)"),
+        (["ts"], "<video>q", r"\(its images: none\)"),
     ],
 )
 def test_videos_that_do_not_fit_their_record_are_bad(names, asked, said, dataset, tmp_path):

@@ -35,10 +35,10 @@ def test_numbered_images_are_in_the_order_of_their_numbers_and_named_ones_beside
 
 
 def test_members_that_are_not_read_are_named_once_for_each_kind():
-    names = ["jpg", "mask.png", "mp4", "avi", "npy", "json", "txt", "meta.json", "xyz", "wav", "noise.wav"]
+    names = ["jpg", "mask.png", "mp4", "ts", "npy", "json", "txt", "meta.json", "xyz", "wav", "noise.wav"]
     assert dict(unread(names)) == {
         "mask.png": "an image with a name, next to others without",
-        "avi": "video that is not decoded: convert it, video formats are m4v, mkv, mov, mp4, webm",
+        "ts": "video that is not decoded: convert it, video formats are m4v, mkv, mov, mp4, webm",
         "npy": "an array or a file of weights",
         "txt": "a record next to the one that is read",
         "meta.json": "a record next to the one that is read",
@@ -80,8 +80,8 @@ TALK = {"conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt"
         (["png"], {"image": "x/k.png"}, None),
         (["png", "mask.png"], {"mask": "k.mask.png"}, r"'mask' refers to the member \.mask\.png, which is not read"),
         (["png", "mask.png"], {"mask": "other.png"}, None),
-        (["png", "avi"], {"video": "any.avi"}, r"'video' refers to the member \.avi, which is not read"),
-        (["png", "avi"], {"video": None}, None),
+        (["png", "ts"], {"video": "any.ts"}, r"'video' refers to the member \.ts, which is not read"),
+        (["png", "ts"], {"video": None}, None),
         (["png"], {"video": "where it came from"}, None),
     ],
 )
