@@ -34,6 +34,7 @@ def _curves(cfg, backend: str) -> tuple[list[tuple], int]:
     dense_layer.BACKEND = counting
     if backend == "inductor":
         torch._inductor.config.compile_threads = 1  # others are processes that import torch
+        torch._inductor.config.cpp.vec_isa_ok = False  # vectors take most of its time to generate
     return Steps(cfg).train(4), len(graphs)
 
 
