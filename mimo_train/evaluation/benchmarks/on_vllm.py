@@ -66,7 +66,8 @@ def _export(checkpoint: Place, to: Path, *, trust_code: bool, ema: bool) -> str:
     """Export a checkpoint with its adapters merged; returns vLLM's name of its dtype."""
     cfg = recorded_config(checkpoint, trust_code=trust_code, weights=True)
     if name := next((name for name, module in cfg.encoders.items() if module.encoder.sound), ""):
-        raise UserError(f"--backend: vllm would not hear modules.{name}.encoder.sound. Leave out --backend vllm")
+        reason = f"vllm reads videos without sound, and modules.{name}.encoder.sound is true"
+        raise UserError(f"--backend: {reason}. Leave out --backend vllm")
     merge = any(module.lora.rank for module in cfg.modules.values())
     try:
         _, reason = export(checkpoint, cfg, to, dtype="", largest_file=5 * 10**9, merge=merge, ema=ema)

@@ -151,8 +151,8 @@ def test_options_of_tasks(arguments, said, capsys, monkeypatch):
     assert said in capsys.readouterr().err
 
 
-def test_a_server_that_would_not_hear_what_the_model_has_learned_to_hear_is_rejected(tmp_path, monkeypatch):
+def test_vllm_is_rejected_for_a_model_that_reads_the_sound_of_videos(tmp_path, monkeypatch):
     modules = {"images": SimpleNamespace(encoder=SimpleNamespace(sound=True))}
     monkeypatch.setattr(on_vllm, "recorded_config", lambda *_, **__: SimpleNamespace(encoders=modules, modules=modules))
-    with pytest.raises(UserError, match=r"vllm would not hear modules\.images\.encoder\.sound"):
+    with pytest.raises(UserError, match=r"without sound, and modules\.images\.encoder\.sound is true"):
         on_vllm._export(tmp_path, tmp_path / "out", trust_code=False, ema=False)
