@@ -97,7 +97,9 @@ class Media:
 
     def extents(self, extents: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return the functions' arguments for each item of this kind in a sample, from its extent."""
-        return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
+        if self.cut_several or sum(not is_video(extent) for extent in extents) < 2:
+            return list(extents)
+        return [extent if is_video(extent) else (0, 0) for extent in extents]
 
     def texts(self, pad: int, extents: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> list[ItemText]:
         """Return the text of each item of this kind in a sample. `pad`: id of the tokens that features replace.

@@ -158,7 +158,7 @@ class SampleTable:
 
     def measured(self, kind: str, extent: tuple[int, ...], several: bool) -> Measured | str:
         """Return the sizes of one item for each module of its kind, or the end of an error message. `several` is True
-        if the sample has several of the kind."""
+        if the sample has several of the kind, videos that are one item not counted."""
         key = kind, extent, several
         measured = self._known.get(key)
         if measured is None:
@@ -213,13 +213,14 @@ class SampleTable:
         """Return (`SampleMeta.tokens`, None), or ({}, why the members make the sample bad)."""
         tokens: dict[str, list[int]] = {media.module: [] for media in self._modules}
         for kind, numbers in self._of_kind.items():
+            several = sum(not is_video(extent_of(member)) for member in members[kind]) > 1
             for member in members[kind]:
                 name = f"member .{shown(member.extension)}"
                 if 0 in member.extent:
                     return {}, f"{name} ({member.size} bytes) {why_unreadable(member.extension, member.kind)}"
                 if member.kind == "video" and (excess := self._bounds.excess("seconds", member.milliseconds / 1000)):
                     return {}, f"{name}: {excess}"
-                measured = self.measured(kind, extent_of(member._replace(sound=0)), len(members[kind]) > 1)
+                measured = self.measured(kind, extent_of(member._replace(sound=0)), several)
                 if isinstance(measured, str):
                     return {}, name + measured
                 for number, (count, *_) in zip(numbers, measured, strict=True):
@@ -254,7 +255,7 @@ class SampleTable:
             owner = owners[which]
             extents, times, usable = self._extents(members[which], videos[which])
             extents[sounds[which], 0], extents[sounds[which], 1] = members["sound"][which][sounds[which]], 1000
-            count = _sums(owner, times, size)
+            count = _sums(owner, np.where(extents[:, 2] > 0, 0, times), size)
             several = (count > 1)[owner].astype(np.int64)
             measured, readable = self._look_up(kind, np.column_stack([extents, several]))
             bad[owner[~(readable & usable)]] = True

@@ -13,6 +13,8 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from encoders.errors import EncoderError
 
+type Decode = Callable[[Sequence[int]], Iterable[torch.Tensor]]
+"""Frame numbers of a video, ascending -> these frames, each uint8 [3, height, width]."""
 type Resize = Callable[[torch.Tensor], torch.Tensor]
 """Frames [..., 3, height, width] -> resized ones."""
 

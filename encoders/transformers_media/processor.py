@@ -6,7 +6,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from threading import Lock
 from typing import Any
 
@@ -93,7 +93,6 @@ class MediaProcessor:
         self._of_audio: dict[int, Text] = {}
         self._lengths: list[int] = []
         self._lock = Lock()
-        self._numbers = self._first_numbers() if kind == "image" else [("", "")]
 
     def text(self, extent0: int, extent1: int, number: int = 0) -> Text:
         """Return the text of an item, by its size and its number in the sample.
@@ -225,9 +224,16 @@ class MediaProcessor:
             self._numbers = numbers
         return numbers[min(number, len(numbers) - 1)]
 
-    def _first_numbers(self) -> list[tuple[str, str]]:
+    def require_independent_items(self) -> None:
+        """Raise EncoderError if the text of an image depends on the other images of its sample."""
+        assert self._numbers, "tried once"
+
+    @cached_property
+    def _numbers(self) -> list[tuple[str, str]]:
         """Return `_around` of the first two images of a sample, or once if images have no numbers. A processor that
         does not take marks alone has none. Raise EncoderError if the text of an image depends on other images."""
+        if self.kind != "image":
+            return [("", "")]
         small, large = TRIED
         try:
             tried = [self._numbers_of(sizes) for sizes in ([small], [small, large], [large, small])]
@@ -341,6 +347,13 @@ def silence_and_tone(length: int, rate: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @cache
-def processor_of(path: str, kind: str, pad: int) -> MediaProcessor:
-    """Return the processor of a directory, which is loaded once."""
+def load_processor(path: str, kind: str, pad: int) -> MediaProcessor:
+    """Return the processor of a directory, which is loaded once. Errors as for `MediaProcessor`."""
     return MediaProcessor(path, kind, pad)
+
+
+def processor_of(path: str, kind: str, pad: int) -> MediaProcessor:
+    """Return `load_processor` of one whose items are independent. Raise EncoderError for others."""
+    processor = load_processor(path, kind, pad)
+    processor.require_independent_items()
+    return processor

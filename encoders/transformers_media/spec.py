@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+    from encoders.transformers_media.frame_resizing import Decode
     from encoders.transformers_media.processor import MediaProcessor
     from encoders.transformers_media.sound import VideoSound
     from encoders.transformers_media.tensors import Tensors
-    from encoders.transformers_media.videos import Decode
 
 
 @dataclass

@@ -5,7 +5,7 @@ width in pixels, number of frames, and numerator and denominator of its frames p
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -16,12 +16,11 @@ from transformers.video_utils import VideoMetadata
 
 from encoders.errors import EncoderError
 from encoders.transformers_media.directory import hf_config
-from encoders.transformers_media.frame_resizing import by_frame, noting
-from encoders.transformers_media.processor import SIZES, MediaProcessor, Text, processor_of
+from encoders.transformers_media.frame_resizing import Decode, by_frame, noting
+from encoders.transformers_media.processor import SIZES, MediaProcessor, Text, load_processor
 
+type Processed = tuple[dict[str, Any], Text]
 type Extent = tuple[int, int, int, int, int]
-type Decode = Callable[[Sequence[int]], Iterable[torch.Tensor]]
-"""Frame numbers of a video, ascending -> these frames, each uint8 [3, height, width]."""
 
 DEFAULTS = {"fps": 2.0}, {"num_frames": 32}, {"fps": 1.0, "num_frames": 64}
 """Options for processors that choose no frames by themselves. The first is that of Qwen-VL's own tools; processors
@@ -204,13 +203,17 @@ class VideoProcessor:
             each, (resize,) = self._part.temporal_patch_size, calls
             chosen = [numbers[min(time * each + at, len(numbers) - 1)] for time in times for at in range(each)]
             return torch.cat([resize(frame[None]) for frame in decode(chosen)]).unflatten(0, (len(times), each))
-        options = {"do_rescale": False, "do_normalize": False}
-        inputs, _ = self._process(torch.stack([*decode(numbers)]), extent, **options)
+        inputs, _ = self._process(torch.stack([*decode(numbers)]), extent, do_rescale=False, do_normalize=False)
         total, rows, columns = inputs["video_grid_thw"][0].tolist()
         merge, side, frames_of_patch = self.merge, self._part.patch_size, self._part.temporal_patch_size
         squares = (total, rows // merge, columns // merge, merge, merge, 3, frames_of_patch, side, side)
         patches = inputs[PIXELS].view(squares).permute(0, 6, 5, 1, 3, 7, 2, 4, 8)
         return patches.reshape(total, frames_of_patch, 3, rows * side, columns * side)[[*times]]
+
+    def resized(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> torch.Tensor:
+        """Return frames as the model gets them, but for rescaling and normalising, uint8 [frames, 3, height, width]."""
+        inputs, _ = self._process_each(frames, extent, do_rescale=False, do_normalize=False)
+        return inputs[PIXELS].flatten(0, -4)
 
     def _choose_sampling(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the default of `sampling`, which other options do not change. Raise EncoderError if an option is
@@ -260,17 +263,16 @@ class VideoProcessor:
                 return list(range(frames))
             raise EncoderError(f"{type(part).__name__} chooses no frames of {frames}: {_line(error)}") from error
 
-    def _process_each(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> tuple[dict[str, Any], Text]:
-        """Return `_process` of frames that are resized one at a time if the processor allows it: all frames of a long
-        video at their original size take gigabytes."""
+    def _process_each(self, frames: Iterable[torch.Tensor], extent: Sequence[int], **further: bool) -> Processed:
+        """Return `_process` of frames that are resized one at a time if the processor allows it."""
         if self._resizes_frames:
-            return self._process_by_frame(frames, extent)
-        return self._process(torch.stack([*frames]), extent)
+            return self._process_by_frame(frames, extent, **further)
+        return self._process(torch.stack([*frames]), extent, **further)
 
-    def _process_by_frame(self, frames: Iterable[torch.Tensor], extent: Sequence[int]) -> tuple[dict[str, Any], Text]:
+    def _process_by_frame(self, frames: Iterable[torch.Tensor], extent: Sequence[int], **further: bool) -> Processed:
         """Return `_process` of frames that are resized one at a time where the processor resizes all of them, once."""
-        shape = len(self.frames(*extent)), 3, *extent[:2]
-        return self._process(self._empty(extent, "meta"), extent, by_frame(self.processor, frames, shape))
+        processor = by_frame(self.processor, frames, (len(self.frames(*extent)), 3, *extent[:2]))
+        return self._process(self._empty(extent, "meta"), extent, processor, **further)
 
     @cached_property
     def _resizes_frames(self) -> bool:
@@ -290,7 +292,7 @@ class VideoProcessor:
 
     def _process(
         self, frames: torch.Tensor, extent: Sequence[int], processor: Any = None, **further: bool
-    ) -> tuple[dict[str, Any], Text]:
+    ) -> Processed:
         """Return the tensors and the text that the processor, by default its own, makes of frames [N, 3, H, W]."""
         metadata = _metadata(extent)
         metadata.frames_indices = self._numbers(extent, self.sampling)
@@ -390,7 +392,7 @@ def reads_videos(path: str, pad: int) -> bool:
 
 @cache
 def _videos_of(path: str, pad: int, options: str) -> VideoProcessor:
-    return VideoProcessor(processor_of(path, "image", pad), json.loads(options))
+    return VideoProcessor(load_processor(path, "image", pad), json.loads(options))
 
 
 def videos_of(path: str, pad: int, options: Mapping[str, Any]) -> VideoProcessor:

@@ -1,12 +1,20 @@
 """Sizes of the vision towers of CLIP, SigLIP and SigLIP 2."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import TYPE_CHECKING, Any
 
+from encoders.errors import EncoderError
 from encoders.key_rules import MOST_PIXELS, key
+from encoders.native.vit.tiles import Tiling, video_tiling
 from encoders.native.vit.tower import TowerSpec
 from encoders.pretrained import CLIP_MEAN, CLIP_STD
+from encoders.transformers_media.video_keys import VideoKeys
+
+if TYPE_CHECKING:
+    from encoders.transformers_media.frame_resizing import Decode
 
 
 @dataclass
@@ -34,9 +42,9 @@ class ClipSpec(TowerSpec):
 
 
 @dataclass
-class SiglipSpec(TowerSpec):
+class SiglipSpec(VideoKeys, TowerSpec):
     """The vision tower of SigLIP (Zhai et al. 2023, arXiv 2303.15343), and of SigLIP 2 with images of one size. Its
-    pooling head is not built."""
+    pooling head is not built. With `resize: tiles`, as in LLaVA-OneVision, it may read videos."""
 
     name: str = "siglip"
     family: str = "siglip"
@@ -45,6 +53,63 @@ class SiglipSpec(TowerSpec):
     activation: str = "gelu_tanh"
 
     whole_patches = False
+    axes = False
+
+    def tiling(self, *extent: int) -> Tiling:
+        """Return the tiling of an image or video. Raise EncoderError as `canvas`."""
+        if len(extent) > 2:
+            return video_tiling(len(self.video_frames(*extent)), self._side)
+        return super().tiling(*extent)
+
+    def input_size(self, *extent: int, merge: int = 1) -> tuple[int, ...]:
+        """Return the size of an image in the encoder; of a video its extent, which determines its `tiling`."""
+        return super().input_size(*extent, merge=merge) if len(extent) == 2 else extent
+
+    def inner_tokens(self, *extent: int, merge: int = 1) -> int:
+        if len(extent) == 2:
+            return super().inner_tokens(*extent, merge=merge)
+        return self.tiling(*extent).tiles * self.token_unit()
+
+    def attention_pairs(self, *extent: int, merge: int = 1) -> int:
+        if len(extent) == 2:
+            return super().attention_pairs(*extent, merge=merge)
+        return self.inner_tokens(*extent) * self.token_unit()
+
+    def num_tokens(self, *extent: int, merge: int = 1) -> int:
+        return super().num_tokens(*extent, merge=merge) if len(extent) == 2 else self.tiling(*extent).tokens
+
+    def text(self, *extent_and_number: int) -> tuple[str, Sequence[int], str]:
+        """Return the text of an image or video by its extent, followed by its number in the sample."""
+        *extent, number = extent_and_number
+        if len(extent) > 2:
+            return self.videos().text(extent, number)
+        return "", [self.pad] * self.num_tokens(*extent), ""
+
+    def read_video(self, decode: "Decode", extent: Sequence[int], parts: Sequence[int]) -> list[Any]:
+        """Return the frames of a video as tiles, uint8 [frames, 3, image_size, image_size]."""
+        tiles = self.videos().resized(decode(self.video_frames(*extent)), extent)
+        if tiles.shape[1:] != (3, self.image_size, self.image_size):
+            sides = f"{[*tiles.shape[2:]]} pixels, and image_size is {self.image_size}"
+            raise EncoderError(f"the video processor makes frames of {sides}. Set encoder.reads_videos=false")
+        return [tiles]
+
+    def faults(self) -> list[tuple[str, str]]:
+        faults = super().faults()
+        if faults or not self.reads_videos and not self.video:
+            return faults
+        if not self.is_tiled:
+            return [("reads_videos", f"is true, and resize is {self.resize}: only tiles read videos. Set it to false")]
+        if faults := self.video_faults():
+            return faults
+        from encoders.transformers_media.videos import EXAMPLE
+
+        text = ""
+        ours, theirs = self.num_tokens(*EXAMPLE), self.videos().rows(*EXAMPLE)
+        if self.videos().normalization != (self.pixel_mean, self.pixel_std):
+            text = "video frames are scaled otherwise than images"
+        elif ours != theirs:
+            text = f"the processor makes {theirs} tokens of {len(self.video_frames(*EXAMPLE))} frames, the model {ours}"
+        return [("reads_videos", f"is true, and {text}. Set it to false")] if text else []
 
 
 @dataclass

@@ -14,7 +14,7 @@ from encoders.transformers_media.video_keys import VideoKeys
 if TYPE_CHECKING:
     import torch
 
-    from encoders.transformers_media.videos import Decode
+    from encoders.transformers_media.frame_resizing import Decode
 
 LONGEST = 200
 """Maximum ratio of an image's longer side to its shorter side."""

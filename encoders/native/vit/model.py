@@ -180,7 +180,7 @@ def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: t
 
     Args:
         features: [rows, H], image by image: first of the whole image's tile, then of the other tiles in row order, each
-            [side^2, H].
+            [side^2, H]. Of a video: frame by frame.
         tilings: tiling of each image.
         newline: the row after a line, [H].
 
@@ -193,6 +193,9 @@ def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: t
 
 
 def _lines_of_image(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Tensor:
+    if tiling.frames:
+        frames_FPH = rows.unflatten(0, (tiling.frames, tiling.side**2))
+        return torch.cat([_pooled(frames_FPH, tiling, (tiling.side, tiling.side)), newline[None]])
     thumbnail, tiles = rows.split([tiling.side**2, len(rows) - tiling.side**2])
     if not tiling.rows:
         return torch.cat([thumbnail, newline[None]])
@@ -201,12 +204,19 @@ def _lines_of_image(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -
     inner = tiling.inner
     lines_RCH = canvas_RCH[tiling.top : tiling.top + inner[0], tiling.left : tiling.left + inner[1]]
     if tiling.pooled:
-        # Not torch's interpolation, whose gradient is not deterministic on CUDA.
-        places, weights = (
-            to_device(part, rows.device) for part in position_taps(*tiling.pooled, tiling.inner, "bilinear")
-        )
-        values = lines_RCH.flatten(0, 1).float()
-        pooled = F.embedding_bag(places, values, mode="sum", per_sample_weights=weights)
-        lines_RCH = pooled.to(rows.dtype).unflatten(0, tiling.pooled)
+        lines_RCH = _pooled(lines_RCH.flatten(0, 1)[None], tiling, inner).unflatten(0, tiling.pooled)
     ends = newline.expand(len(lines_RCH), 1, -1)
     return torch.cat([thumbnail, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])
+
+
+def _pooled(grids_GPH: torch.Tensor, tiling: Tiling, grid: Grid) -> torch.Tensor:
+    """Return features of `grid` (rows, columns), [grids, rows * columns, H], averaged to those of `Tiling.pooled`,
+    [grids * its rows * its columns, H]."""
+    assert tiling.pooled is not None
+    # Not torch's interpolation, whose gradient is not deterministic on CUDA.
+    taps = position_taps(*tiling.pooled, grid, "bilinear")
+    places, weights = (to_device(part, grids_GPH.device) for part in taps)
+    firsts = torch.arange(len(grids_GPH), device=places.device)[:, None, None] * grids_GPH.size(1)
+    places, weights = (places + firsts).flatten(0, 1), weights.repeat(len(grids_GPH), 1)
+    values = grids_GPH.flatten(0, 1).float()
+    return F.embedding_bag(places, values, mode="sum", per_sample_weights=weights).to(grids_GPH.dtype)

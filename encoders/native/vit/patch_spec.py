@@ -117,7 +117,7 @@ class PatchSpec(FixedKeys, LayeredSpec):
     def largest_area(self) -> int:
         return self.max_pixels or self.image_size**2
 
-    def input_size(self, height: int, width: int, /, merge: int = 1) -> tuple[int, int]:
+    def input_size(self, height: int, width: int, /, merge: int = 1) -> tuple[int, ...]:
         """Return the (height, width) in pixels in which the encoder gets an image of `height` x `width`. With resize
         native, sides are the nearest multiples of patch_size * merge. Outside of the bounds both sides are first scaled
         by one factor. A side is at least one multiple, so a very long image loses some of its length."""

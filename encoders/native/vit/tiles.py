@@ -4,6 +4,9 @@ al. 2024, arXiv 2408.03326, section 4.1).
 An image is read twice: whole as one tile, and cut into tiles. For the cut it is resized to fit into one of several
 canvases and centered there. The whole image's tile comes first in the sequence. Then come the features of the canvas
 line by line, without the border, each line followed by a learned row.
+
+A frame of a video is one tile, whose features are averaged to half their rows and columns. One learned row follows the
+last frame.
 """
 
 import math
@@ -27,12 +30,14 @@ class Tiling:
     left: int = 0
     """Width of the omitted border, on this and on the opposite side."""
     pooled: tuple[int, int] | None = None
-    """(rows, columns) to which the rest is averaged; None: not averaged."""
+    """(rows, columns) to which the rest is averaged, or each frame; None: not averaged."""
+    frames: int = 0
+    """Frames of a video; 0: an image."""
 
     @property
     def tiles(self) -> int:
         """Number of tiles, with that of the whole image."""
-        return 1 + self.rows * self.columns
+        return self.frames or 1 + self.rows * self.columns
 
     @property
     def inner(self) -> tuple[int, int]:
@@ -41,11 +46,19 @@ class Tiling:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the sequence, learned rows included. One follows an image that is not cut."""
+        """Tokens in the sequence, learned rows included. One follows an image that is not cut, or a video."""
+        if self.frames and self.pooled:
+            return self.frames * math.prod(self.pooled) + 1
         if not self.rows:
             return self.side**2 + 1
         rows, columns = self.pooled or self.inner
         return self.side**2 + rows * (columns + 1)
+
+
+def video_tiling(frames: int, side: int) -> Tiling:
+    """Return the tiling of a video whose frames have `side` x `side` features."""
+    half = math.ceil(side / 2)
+    return Tiling(0, 0, side, pooled=(half, half), frames=frames)
 
 
 def best_canvas(height: int, width: int, canvases: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class TowerSpec(PatchSpec):
             raise EncoderError(f"an image of {height} x {width} pixels is too long for every one of grid_pinpoints")
         return canvas
 
-    def tiling(self, height: int, width: int) -> Tiling:
+    def tiling(self, height: int, width: int, /) -> Tiling:
         """Return the tiling of an image of `height` x `width` pixels. Raise EncoderError as `canvas`."""
         canvas = self.canvas(height, width)
         if canvas == UNCUT:
@@ -61,7 +61,7 @@ class TowerSpec(PatchSpec):
             raise EncoderError(f"an image of {height} x {width} pixels is too long: no line of features would be left")
         return result
 
-    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+    def input_size(self, height: int, width: int, /, merge: int = 1) -> tuple[int, ...]:
         """Return the encoder's input size as in `PatchSpec`. With resize tiles it is the image's own, which determines
         its `tiling`."""
         if not self.is_tiled:
@@ -73,18 +73,18 @@ class TowerSpec(PatchSpec):
         """Return the patch grid as in `PatchSpec`; with resize tiles, of a tile."""
         return (self._side, self._side) if self.is_tiled else super().grid(height, width, merge)
 
-    def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
+    def inner_tokens(self, height: int, width: int, /, merge: int = 1) -> int:
         """Return the tokens of an image inside the encoder, of all tiles together."""
         tokens = super().inner_tokens(height, width, merge)
         return tokens * self.tiling(height, width).tiles if self.is_tiled else tokens
 
-    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
+    def attention_pairs(self, height: int, width: int, /, merge: int = 1) -> int:
         """Return the number of token pairs that attend to each other; with tiles, only inside each tile."""
         if not self.is_tiled:
             return super().attention_pairs(height, width, merge=merge)
         return self.inner_tokens(height, width) * self.token_unit()
 
-    def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
+    def num_tokens(self, height: int, width: int, /, merge: int = 1) -> int:
         return self.tiling(height, width).tokens if self.is_tiled else super().num_tokens(height, width, merge)
 
     def most_features(self, merge: int = 1) -> int:

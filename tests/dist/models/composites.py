@@ -56,9 +56,9 @@ NEW_TOKENS, STEPS = 6, 5
 
 
 def samples_of(kind: str) -> list[tuple[list[Any], str]]:
-    """Return the samples of a family: SAMPLES, for Qwen-VL with a video between images."""
+    """Return the samples of a family: SAMPLES, with a video between images if it reads videos."""
     (parts, answer), *others = SAMPLES
-    if kind.startswith("llava"):
+    if kind == "llava_next":
         return SAMPLES
     return [([*parts[:2], " next to ", VIDEO, *parts[2:]], answer), *others]
 
@@ -211,7 +211,8 @@ def _llava_processor(kind: str, tokenizer: Any, transformers: Any) -> Any:
         return transformers.LlavaNextProcessor(drawn_images, **own)
     drawn_images = transformers.LlavaOnevisionImageProcessor(size=side, image_grid_pinpoints=PINPOINTS)
     own |= {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_1"}
-    films = transformers.LlavaOnevisionVideoProcessor(size=side)
+    films = transformers.LlavaOnevisionVideoProcessor(size=side, do_sample_frames=True, num_frames=4)
+    own["video_token"] = "<|video_pad|>"
     return transformers.LlavaOnevisionProcessor(drawn_images, video_processor=films, **own)
 
 

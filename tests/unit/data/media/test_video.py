@@ -229,6 +229,7 @@ def test_a_video_may_be_one_item(dataset, tmp_path):
     media = replace(
         images(), sequence_tokens=tokens, size=lambda *extent: extent, text=text, read_video=read,
         video_frames=lambda *extent: [0, 1, extent[2] - 1], video_parts=lambda *extent: 2, identity="a",
+        cut_several=False,
     )  # fmt: skip
     still, film = encode_image(20, 30, "PNG", value=7), make_video()
     members = [
