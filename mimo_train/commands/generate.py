@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a video, at <video> or before the prompt, after the images; it is read as data.video says",
+        help="a video, at <video> or before the prompt, after the images; it is read as in training",
     )
     option(
         "--audio",
