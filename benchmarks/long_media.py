@@ -5,6 +5,8 @@
 - A video of 10 minutes, 720p, H.264 with B-frames and a key frame every 250 frames, gives 32 frames by number:
   `decode_frames`, which seeks, and a complete decode by PyAV, in turns. PYTHON is of an environment with torchcodec,
   whose `get_frame_at` is a third way.
+- 64 frames of this video become the input of a model by the processor of its type in transformers: resized one by one
+  as they are decoded, and all at once.
 - A film of 2 hours, 240p, gives two frames a second, 14,400, by `decode_frames`.
 - An hour of stereo at 48 kHz (FLAC) becomes mono at 16 kHz by `decode_audio`.
 
@@ -20,12 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 RATE, MINUTE = 30, 60 * 30
+TYPES = ("internvl",)
+AT_ONCE = ", at once"
 
 
 def main() -> None:
@@ -48,22 +55,23 @@ def main() -> None:
         make_sound(sound)
         for file, count, names in (
             (video, 32, [*ways]),
+            (video, 64, [kind + way for kind in TYPES for way in (AT_ONCE, "")]),
             (film, 14400, ["decode_frames"]),
             (sound, 1, ["decode_audio"]),
         ):
             results: dict[str, list[dict[str, float]]] = {way: [] for way in names}
-            for _ in range(args.rounds if file == video else 1):
+            for _ in range(args.rounds if count == 32 else 1):
                 for way in names:
                     python = ways.get(way, sys.executable)
                     command = [python, "-P", __file__, "--way", way, str(file), str(count)]
                     result = subprocess.run(command, check=True, stdout=subprocess.PIPE)
                     results[way].append(json.loads(result.stdout))
-            print(f"{file.name}: {file.stat().st_size / 1e6:.0f} MB")
+            print(f"{file.name}, {file.stat().st_size / 1e6:.0f} MB: {count}")
             for way, values in results.items():
                 seconds = [value["seconds"] for value in values]
                 peak = max(value["peak"] for value in values)
                 spread = f"({min(seconds):.2f} to {max(seconds):.2f})"
-                print(f"  {way:14} {statistics.median(seconds):8.2f} s {spread}, peak {peak:.0f} MB above the file")
+                print(f"  {way:25} {statistics.median(seconds):8.2f} s {spread}, peak {peak:.0f} MB above the file")
 
 
 def make(path: Path, height: int, width: int, minutes: int) -> None:
@@ -112,9 +120,16 @@ def make_sound(path: Path) -> None:
 def measure(way: str, path: Path, count: int) -> dict[str, float]:
     """Return the seconds for `count` evenly spaced frames, and the peak memory above that before, in MB."""
     raw = path.read_bytes()
-    ways = {"decode_frames": _ours, "complete": _complete, "torchcodec": _torchcodec, "decode_audio": _audio}
+    ways: dict[str, Callable[[bytes, int], Iterator[Any]]] = {
+        "decode_frames": _ours,
+        "complete": _complete,
+        "torchcodec": _torchcodec,
+        "decode_audio": _audio,
+    }
     if way == "decode_audio":
         import torchaudio  # noqa: F401, its import is not measured
+    elif way not in ways:
+        ways[way] = partial(_read, _reader(way.removesuffix(AT_ONCE), count, way.endswith(AT_ONCE)))
     else:
         next(ways[way](raw, 1))
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -146,6 +161,35 @@ def _complete(raw: bytes, count: int) -> Iterator[Any]:
         for number, frame in enumerate(file.decode(stream)):
             if number in wanted:
                 yield frame.to_ndarray(format="rgb24", threads=1)
+
+
+def _reader(kind: str, count: int, at_once: bool) -> Any:
+    """Return the video half of a processor that chooses `count` frames."""
+    from encoders.transformers_media.processor import MediaProcessor
+    from encoders.transformers_media.videos import VideoProcessor
+    from tests.dist.all_types import processors
+    from tests.dist.all_types.configs import tiny_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        processor = processors.tiny_processor(kind, tiny_config(kind))
+        processor.save_pretrained(folder)
+        pad = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        reader = VideoProcessor(MediaProcessor(folder, "image", pad), {"num_frames": count})
+    if at_once:
+        reader._resizes_frames = False
+    assert reader._resizes_frames != at_once, f"{kind} does not resize frame by frame"
+    return reader
+
+
+def _read(reader: Any, raw: bytes, count: int) -> Iterator[Any]:
+    from data.media.options import Bounds
+    from data.media.video import decode_frames
+
+    extent = 720, 1280, 10 * MINUTE, RATE, 1
+    numbers = reader.frames(*extent)
+    assert len(numbers) == count, f"{len(numbers)} frames"
+    item = reader.read(decode_frames(raw, numbers, Bounds(seconds=1e6)), extent)
+    yield from [item] * count
 
 
 def _audio(raw: bytes, count: int) -> Iterator[Any]:
