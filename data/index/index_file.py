@@ -32,7 +32,8 @@ UNIT = 64
 """Alignment of parts; bodies of a catalogue are padded to it."""
 STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("content", "S32"), ("tag", "<u8"), ("samples", "<i8")])
 """A shard's version without its change time and with a hashed tag, and its samples."""
-_VERSION = 13
+_VERSION = 14
+"""Raise it if the format changes, or an extension gets another kind."""
 _HEAD = 256  # bytes of the JSON line
 _SHARD = np.dtype(
     [("at", "<i8"), ("bytes", "<i8"), ("check", "<u8"), ("samples", "<i8"), ("members", "<i8"), ("keys", "<i8")]

@@ -9,10 +9,11 @@ from typing import Any
 
 from data.errors import NotDownloaded, RecordError
 from data.records.conversation import Conversation
-from data.records.members import OTHER_VIDEO, VIDEO
+from data.records.members import OTHER_VIDEO, UNREADABLE, VIDEO
 from data.text_format import Key, plural, shown
 
 _VIDEO_FIELDS = ("video", "videos")
+_VIDEO = VIDEO | UNREADABLE["video"] | OTHER_VIDEO
 _MEDIA_FIELDS = {"image": ("image", "images"), "video": _VIDEO_FIELDS, "audio": ("audio", "audios")}
 
 _LOSS_VALUES = dict.fromkeys(
@@ -45,7 +46,7 @@ def require_files(record: Mapping[str, Any], key: Key, others: OtherMembers, med
         if kind in media and not record.keys().isdisjoint(names):
             _require_listed_files(record, key, kind, names, others, media[kind])
     unread = {name.lower() for name in others.unread}
-    video = next((name for name in others.unread if name.rpartition(".")[2] in VIDEO | OTHER_VIDEO), None)
+    video = next((name for name in others.unread if name.rpartition(".")[2] in _VIDEO), None)
     for name, value in record.items() if unread else ():
         if video and name in _VIDEO_FIELDS and value not in (None, "", []):
             raise RecordError(f"its field {shown(name)!r} refers to the member .{shown(video)}, which is not read")

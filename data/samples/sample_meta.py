@@ -32,7 +32,7 @@ from data.text_format import SampleKey, shown
 _VIDEO = -2  # kind of a video among the images
 _PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LENGTHS_VERSION = 11
+_LENGTHS_VERSION = 12
 """Raise it if the same texts get other lengths."""
 
 Input = tuple[Member, tuple[int, ...], list[int]]
@@ -261,7 +261,8 @@ class SampleTable:
             bad[owner[~(readable & usable)]] = True
             for place, number in enumerate(numbers):
                 module, parts = self._modules[number], np.maximum(measured[:, place, 3], 1)
-                columns, inputs = measured[:, place, :3].T // parts, parts * times
+                (columns, (left, *_)), inputs = np.divmod(measured[:, place, :3].T, parts), parts * times
+                assert not left.any(), f"{module.module}: parts of a video have equal tokens"
                 samples, *columns, parts = (np.repeat(values, inputs) for values in (owner, *columns, inputs))
                 of_sample = np.arange(len(samples)) - np.searchsorted(samples, samples)
                 work = whole_work(columns[1], columns[2], module.pair_cost)
@@ -303,8 +304,7 @@ class SampleTable:
         """Return (True for each sample that its names make bad, kind number of each member or -1, the members of each
         sample in the order of their placeholders)."""
         number = {kind: at for at, kind in enumerate(self._of_kind)}
-        if "image" in number:
-            number["video"] = _VIDEO
+        number |= {"video": _VIDEO} if "image" in number else {}
         codes = rows.members["code"]
         bad = (rows.samples["reason"] != 0) | (rows.samples["record"] < 0)
         kinds = np.array([number.get(kind, -1) for kind in rows.kinds], dtype=np.int64)[codes]
