@@ -192,6 +192,10 @@ def _backward_documents(args: Any, kwargs: Any, out: Any) -> int:
     return 5 * 2 * pairs_of(key_ends) * query.size(1) * query.size(2)
 
 
+def _linear(args: Any, kwargs: Any, out: Any) -> int:
+    return 2 * out.numel() * args[1].size(1)
+
+
 def _registered(formula: Callable) -> Callable[[Any, Any, Any], int]:
     return lambda args, kwargs, out: formula(*args, **kwargs, out_val=out)
 
@@ -202,6 +206,7 @@ _FORMULAS: dict[Any, Callable[[Any, Any, Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward: _backward_attention,
     aten._scaled_dot_product_flash_attention_for_cpu: _forward_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_attention,
+    **({torch.ops.mkldnn._linear_pointwise: _linear} if torch.backends.mkldnn.is_available() else {}),
     torch.ops.torch_attn._varlen_attn: _forward_documents,
     torch.ops.torch_attn._varlen_attn_backward: _backward_documents,
 }

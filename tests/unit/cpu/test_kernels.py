@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from mimo_train.cpu import kernels as module
 from mimo_train.cpu.kernels import ROWS, WIDTH, linear, rms_norm, swiglu
+from mimo_train.preflight.dry_run.counts import Counts
 
 H, EPS = 24, 1e-5
 
@@ -77,10 +78,24 @@ def test_products_are_those_of_torch(shape, trained):
         torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("shape", [(ROWS - 1, WIDTH), (ROWS, WIDTH - 1)])
-def test_torch_computes_small_products(shape):
-    inputs, weight = torch.randn(shape), torch.randn(WIDTH, shape[-1], requires_grad=True)
-    assert torch.equal(linear(inputs, weight, None), F.linear(inputs, weight))
+@pytest.mark.parametrize("rows, width, outputs", [(ROWS - 1, WIDTH, WIDTH), (ROWS, WIDTH - 1, WIDTH), (ROWS, WIDTH, 1)])
+def test_torch_computes_small_products(rows, width, outputs):
+    weight = torch.randn(outputs, width, requires_grad=True)
+    assert type(linear(torch.randn(rows, width), weight, None).grad_fn).__name__ != "_LinearBackward"
+
+
+def test_inputs_of_a_frozen_weight_are_not_kept():
+    inputs, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda shape: None):
+        linear(inputs, weight, None)
+    assert kept == [weight.shape]
+
+
+def test_a_dry_run_counts_them():
+    with Counts(lambda tensor: True) as counts:
+        linear(torch.randn(ROWS, WIDTH), torch.randn(WIDTH + 1, WIDTH), None)
+    assert counts.flops == 2 * ROWS * WIDTH * (WIDTH + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
