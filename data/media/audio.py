@@ -36,7 +36,7 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
         DecodeError: it is damaged, or above its bounds.
         MemoryShortage, MissingLibrary: this machine cannot decode it.
     """
-    return _of_length(_decode(raw, mono_blocks(raw, bounds), rate, bounds), samples)
+    return _cut_or_pad(_decode(raw, mono_blocks(raw, bounds), rate, bounds), samples)
 
 
 def decode_sound(raw: bytes, rate: int, samples: int | None = None, bounds: Bounds = BOUNDS) -> torch.Tensor:
@@ -53,10 +53,10 @@ def decode_sound(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
         raise DecodeError(
             f"its header says that it has {samples / rate:.2f} s of sound, and it has {len(wave) / rate:.2f} s"
         )
-    return _of_length(wave, samples)
+    return _cut_or_pad(wave, samples)
 
 
-def _of_length(wave: torch.Tensor, samples: int | None) -> torch.Tensor:
+def _cut_or_pad(wave: torch.Tensor, samples: int | None) -> torch.Tensor:
     if samples is None:
         return wave
     return torch.nn.functional.pad(wave[:samples], (0, max(samples - len(wave), 0)))

@@ -125,7 +125,7 @@ def _deal(passes: list[MediaItems], ranks: int) -> Iterator[np.ndarray]:
         shares = np.zeros(len(work), dtype=np.int64)
         for share, members in enumerate(largest_first(work[whole], ranks)):
             shares[whole[members]] = share
-        shares[divided] = _filled(_sums(shares[whole], work[whole], ranks), work[divided])
+        shares[divided] = _fill_evenly(_sums(shares[whole], work[whole], ranks), work[divided])
         loads = _sums(shares, work, ranks)
         rank_of = np.empty(ranks, dtype=np.int64)
         rank_of[np.argsort(-loads, kind="stable")] = np.argsort(so_far, kind="stable")
@@ -133,7 +133,7 @@ def _deal(passes: list[MediaItems], ranks: int) -> Iterator[np.ndarray]:
         yield rank_of[shares]
 
 
-def _filled(loads: np.ndarray, work: np.ndarray) -> np.ndarray:
+def _fill_evenly(loads: np.ndarray, work: np.ndarray) -> np.ndarray:
     """Return the share of each part, int64: parts of `work` in their order fill shares with `loads` up to one level,
     which none exceeds by more than a part."""
     levels = -(-(np.cumsum(np.sort(loads)) + work.sum()) // np.arange(1, len(loads) + 1))

@@ -22,7 +22,7 @@ METHODS = "resize", "aspect_ratio_preserving_resize"
 """Methods of video processors that resize frames."""
 
 
-def by_frame(processor: Any, frames: Iterable[torch.Tensor], shape: Sequence[int]) -> Any:
+def resize_by_frame(processor: Any, frames: Iterable[torch.Tensor], shape: Sequence[int]) -> Any:
     """Return a processor that resizes `frames`, each uint8 [3, height, width], one at a time, in place of those that it
     is called with, on the meta device. It raises EncoderError if it resizes others than [frames, 3, height, width] of
     `shape`."""
@@ -36,8 +36,9 @@ def by_frame(processor: Any, frames: Iterable[torch.Tensor], shape: Sequence[int
     return _with_resize(processor, resize_each)
 
 
-def noting(processor: Any) -> tuple[Any, list[Resize]]:
-    """Return a processor, and how it resizes what it is called with next, on the meta device."""
+def record_resizes(processor: Any) -> tuple[Any, list[Resize]]:
+    """Return a copy of a processor, which is called on the meta device, and the list to which it adds each of its
+    resizes."""
     calls: list[Resize] = []
 
     def noted(resize: Resize, videos: torch.Tensor) -> torch.Tensor:

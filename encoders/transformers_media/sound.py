@@ -66,6 +66,8 @@ class VideoSound:
         inside, ids = text.removeprefix(begin).removesuffix(end), list[int]()
         video_token, audio_token = self._pads
         for number, frames in enumerate(inside.split(audio_token)):
+            if frames.replace(video_token, ""):
+                raise EncoderError(f"{type(self._processor).__name__} writes text between frames and sound: {frames!r}")
             ids += [self._audio.pad] * (number > 0) + [self._videos.pad] * (len(frames) // len(video_token))
         return "", (self._begin, *ids, self._end), ""
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import validate_typed_dict
+from transformers import __version__
 from transformers.video_utils import VideoMetadata
 
 from encoders.errors import EncoderError
 from encoders.transformers_media.directory import hf_config
-from encoders.transformers_media.frame_resizing import Decode, by_frame, noting
+from encoders.transformers_media.frame_resizing import Decode, record_resizes, resize_by_frame
 from encoders.transformers_media.processor import SIZES, MediaProcessor, Text, load_processor
 
 type Processed = tuple[dict[str, Any], Text]
@@ -92,9 +93,8 @@ class VideoProcessor:
         # As attributes too, like those of a file: Qwen3-VL ignores `max_frames` in a call (transformers 5.23).
         if options:
             try:
-                validate_typed_dict(
-                    part.valid_kwargs, {name: value for name, value in options.items() if value is not None}
-                )
+                given = {name: value for name, value in options.items() if value is not None}
+                validate_typed_dict(part.valid_kwargs, given)
                 part = type(part).from_dict(part.to_dict(), **options)
             except Exception as error:  # of many classes
                 raise EncoderError(f"{type(part).__name__} rejects options {dict(options)}: {_line(error)}") from error
@@ -111,7 +111,7 @@ class VideoProcessor:
         self._merged, self.options, self._unread = merged, given, {*images.unread, "video_metadata"}
         self.sampling = self._choose_sampling(options)
         used = json.dumps([given, self.sampling], default=str, sort_keys=True)
-        self.identity = f"{type(processor).__name__} {part.to_json_string()} {used}"
+        self.identity = f"{type(processor).__name__} {__version__} {part.to_json_string()} {used}"
         self._of_extent = lru_cache(SIZES)(self._of_empty)
         self._is_numbered = hasattr(processor, NUMBERS) and self._has_numbers()
         if options:
@@ -198,7 +198,7 @@ class VideoProcessor:
         """
         numbers = self.frames(*extent)
         if self._resizes_frames:  # the last frame repeats
-            processor, calls = noting(self.processor)
+            processor, calls = record_resizes(self.processor)
             self._process(self._empty(extent, "meta"), extent, processor)
             each, (resize,) = self._part.temporal_patch_size, calls
             chosen = [numbers[min(time * each + at, len(numbers) - 1)] for time in times for at in range(each)]
@@ -271,7 +271,7 @@ class VideoProcessor:
 
     def _process_by_frame(self, frames: Iterable[torch.Tensor], extent: Sequence[int], **further: bool) -> Processed:
         """Return `_process` of frames that are resized one at a time where the processor resizes all of them, once."""
-        processor = by_frame(self.processor, frames, (len(self.frames(*extent)), 3, *extent[:2]))
+        processor = resize_by_frame(self.processor, frames, (len(self.frames(*extent)), 3, *extent[:2]))
         return self._process(self._empty(extent, "meta"), extent, processor, **further)
 
     @cached_property

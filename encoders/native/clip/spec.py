@@ -94,19 +94,21 @@ class SiglipSpec(VideoKeys, TowerSpec):
         return [tiles]
 
     def faults(self) -> list[tuple[str, str]]:
-        faults = super().faults()
-        if faults or not self.reads_videos and not self.video:
+        if faults := super().faults() or self.video_faults():
             return faults
+        if not self.reads_videos:
+            return []
         if not self.is_tiled:
             return [("reads_videos", f"is true, and resize is {self.resize}: only tiles read videos. Set it to false")]
-        if faults := self.video_faults():
-            return faults
         from encoders.transformers_media.videos import EXAMPLE
 
         text = ""
-        ours, theirs = self.num_tokens(*EXAMPLE), self.videos().rows(*EXAMPLE)
+        try:
+            ours, theirs = self.num_tokens(*EXAMPLE), self.videos().rows(*EXAMPLE)
+        except EncoderError as error:
+            return [("reads_videos", f"is true, and {error}. Set it to false")]
         if self.videos().normalization != (self.pixel_mean, self.pixel_std):
-            text = "video frames are scaled otherwise than images"
+            text = "video frames are normalized differently from images"
         elif ours != theirs:
             text = f"the processor makes {theirs} tokens of {len(self.video_frames(*EXAMPLE))} frames, the model {ours}"
         return [("reads_videos", f"is true, and {text}. Set it to false")] if text else []

@@ -106,7 +106,7 @@ class _QwenSpec(VideoKeys, PatchSpec):
             if is_changed := any(name in self.video for name in options.split(", ")):
                 text = f"frames must be normalized as images are. Remove {options}"
             else:
-                text = f"is true, and frames are normalized otherwise than images ({options}). Set it to false"
+                text = f"is true, and video frames are normalized differently from images ({options}). Set it to false"
             faults.append(("video" if is_changed else "reads_videos", text))
         return faults
 

@@ -272,7 +272,8 @@ def _spec_changes(before: Mapping[str, Any], module: ModuleConfig, prefix: str, 
         elif was is not None and was.get("family", "") != getattr(spec, "family", ""):
             yield f"{prefix}.{part}.family was {was.get('family')}, is {getattr(spec, 'family', None)}"
         elif was is not None:
-            yield from key_changes(was, spec, f"{prefix}.{part}", free)
+            # Records from before a native encoder read videos do not have its directory.
+            yield from key_changes(was, spec, f"{prefix}.{part}", free | ({"path", "pad"} - was.keys()))
 
 
 def _adapter_changes(was: Mapping[str, Any], module: ModuleConfig, prefix: str, new_run: bool) -> Iterator[str]:

@@ -23,6 +23,7 @@ from data.samples.positions import by_class
 from data.text.placeholders import ItemText, Place, axis_positions, blocks_of
 from data.text.tokens import Tokenizer
 from data.text_format import plural
+from encoders.transformers_media.video_keys import FRAMES
 from mimo_train.config.errors import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.inputs.datasets import bounds_of, media_of, sampling_of
@@ -31,8 +32,6 @@ NAMES = {"image": "image", "video": "video", "audio": "clip"}
 """Word for a file in messages, by its kind."""
 SOUND = "sound"
 """Kind of the sound of a video."""
-WITHOUT_SOUND = 5
-"""Numbers in the extent of a video whose sound is not read."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Medium:
     @property
     def sound(self) -> "Medium | None":
         """The sound of a video, if it is read."""
-        return Medium(SOUND, (self.extent[-1], 1000), raw=self.raw) if len(self.extent) > WITHOUT_SOUND else None
+        return Medium(SOUND, (self.extent[-1], 1000), raw=self.raw) if len(self.extent) > FRAMES else None
 
 
 class Input(NamedTuple):
