@@ -261,9 +261,9 @@ class SampleTable:
             bad[owner[~(readable & usable)]] = True
             for place, number in enumerate(numbers):
                 module, parts = self._modules[number], np.maximum(measured[:, place, 3], 1)
-                (columns, (left, *_)), inputs = np.divmod(measured[:, place, :3].T, parts), parts * times
+                (shares, (left, *_)), inputs = np.divmod(measured[:, place, :3].T, parts), parts * times
                 assert not left.any(), f"{module.module}: parts of a video have equal tokens"
-                samples, *columns, parts = (np.repeat(values, inputs) for values in (owner, *columns, inputs))
+                samples, *columns, parts = (np.repeat(values, inputs) for values in (owner, *shares, inputs))
                 of_sample = np.arange(len(samples)) - np.searchsorted(samples, samples)
                 work = whole_work(columns[1], columns[2], module.pair_cost)
                 media[module.module] = MediaItems(samples, of_sample, columns[0], columns[1], work, parts)
