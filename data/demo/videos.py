@@ -89,7 +89,7 @@ def _encode(video: np.ndarray) -> bytes:
     av = import_av("and encodes videos")
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as file:
-        # With macroblock trees x264's vector code reads memory that nobody wrote: one video has several files.
+        # With macroblock trees x264's vector code reads uninitialised memory: a video would have other bytes each time.
         options = {"crf": "18", "preset": "veryfast", "threads": "1", "x264-params": "mbtree=0"}
         stream: Any = file.add_stream("libx264", rate=RATE, options=options)
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"

@@ -128,7 +128,7 @@ def test_the_best_is_named_in_storage(whole):
 
 def test_neither_a_kill_nor_an_upload_that_fails_loses_anything(whole, storage, digits, tmp_path):
     """A rank is killed in the middle of its upload at step 4. The next start waits for a heartbeat in the lock of the
-    dead, and goes on from step 2; then the storage fails at steps 4 and 7. The first is a save that has failed,
+    dead, and continues at step 2; then the storage fails at steps 4 and 7. The first is a save that has failed,
     the second ends the run, for it is its last: nothing is left of either."""
     root = Url.parse("s3://bucket/hurt")
     cfg = run_config(digits, tmp_path, root, "checkpoint.asynchronous=true")
