@@ -87,8 +87,9 @@ def _export(args: argparse.Namespace) -> int:
         )
     for directory in written:
         print(f"{directory.what}: {directory.folder}")
+        remedy = f"Edit them in {directory.folder}, or set it where you serve them"
         for change in directory.changes:
-            print(f"warning: {change}, which transformers reads. Edit them in {directory.folder}")
+            print(f"warning: {change}, which transformers reads. {remedy}")
     if args.push_to_hub:
         print(f"uploaded: {push(args.to, args.push_to_hub)}")
     dist.destroy_process_group()

@@ -295,6 +295,8 @@ def _media_faults(cfg: ConfigContainer, faults: list[Fault]) -> Iterator[Fault]:
         if tokens > cfg.data.sequence_length > 0:
             read_as, patches, _ = encoder.describe_input(merge)
             details, remedy = f"{read_as}, {patches}, merge {merge}", f"raise {prefix}.projector.merge"
+            if getattr(encoder, "resize", "") == "native" and hasattr(encoder, "max_pixels"):
+                remedy = f"lower {prefix}.encoder.max_pixels"
             if isinstance(encoder, MediaSpec):
                 details, remedy = read_as, f"lower the sizes in the processor of {encoder.path}"
                 if hasattr(encoder, "max_seconds") and encoder.sizes_vary:

@@ -108,7 +108,10 @@ def test_one_image_that_does_not_fit_is_a_fault_without_data(capsys):
     assert code == 1
     (fault,) = faults
     assert fault.startswith("data.sequence_length: one image takes 576 tokens of modules.images (336 x 336 pixels")
-    assert "has only 96" in fault
+    assert "has only 96" in fault and fault.endswith("raise modules.images.projector.merge")
+    native = ("modules.images.encoder.resize=native", "modules.images.encoder.max_pixels=65536")
+    _, _, (fault,) = run(capsys, "vlm_digits", *native)
+    assert fault.endswith("or lower modules.images.encoder.max_pixels")
 
 
 def test_texts_that_are_cut_are_warnings(capsys):
